@@ -1,0 +1,45 @@
+"""Upstream faults that fxamp repairs, one entry each: symptom, cause, versions, and when to delete.
+
+The repairs themselves are ordinary passes in the room where they work; this list is what the report prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A fault of PyTorch that a graph can meet, and what fxamp does about it."""
+
+    name: str
+    symptom: str
+    cause: str
+    link: str
+    versions: str
+    repair: str
+    delete_when: str
+
+
+MUTATED_READS: Final = Repair(
+    name="mutated-reads",
+    symptom="`self.steps += 1; return y / self.steps` has wrong gradients under every partitioned backend",
+    cause="the min-cut partitioner recomputes, in the backward, a read of an input that the forward has written since",
+    link="https://github.com/pytorch/pytorch/issues/197039",
+    versions="seen on 2.11 to 2.13",
+    repair="fxamp.joint.repair.SaveReadsOfMutated marks such reads as MUST_SAVE",
+    delete_when="tests/joint/test_repair.py::test_upstream_still_wrong fails",
+)
+
+HIDDEN_ROUNDING: Final = Repair(
+    name="hidden-rounding",
+    symptom="`x.to(float16).to(float32)` compiled by Inductor does not round, and isfinite() of an inf says True",
+    cause="fused pointwise kernels keep fp32 between the operations of a chain",
+    link="https://github.com/pytorch/pytorch/blob/main/torch/_inductor/config.py (emulate_precision_casts)",
+    versions="seen on 2.11 to 2.13",
+    repair="graphs in which the user's program narrows are compiled with emulate_precision_casts, unless numerics='fast'",
+    delete_when="tests/test_numerics.py::test_inductor_still_drops_rounding fails",
+)
+
+REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING)

@@ -1,0 +1,262 @@
+"""The torch.compile backend: capture, plan, rewrite, lower, run, each a function of what stands before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxamp import capture, errors, formats, graph, legal, passes, plan, rewrite
+from fxamp.capture import Captured
+from fxamp.explain.record import GraphRecord, JointRecord, VariantRecord
+from fxamp.explain.report import Report
+from fxamp.options import Options
+from fxamp.plan import Plan
+from fxamp.run import cuda_graphs
+from fxamp.run.cuda_graphs import CudaGraphs
+
+Compiled = Callable[..., Any]
+__version__: Final = "0.1.0.dev0"
+
+
+class FxampWarning(UserWarning):
+    """What fxamp warns about: once per Amp and cause, and always in the report too."""
+
+
+class Amp:
+    """A precision compiler: a Dynamo backend with a memory of what it compiled.
+
+        amp = fxamp.Amp(precision="bf16")
+        model = torch.compile(model, backend=amp)
+
+    Args: the fields of `fxamp.Options`, by keyword.
+    Raises: UnknownOption, InvalidOption, NotYet, as `Options` says.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options: Final = Options.of(options)
+        self.__name__: Final = "fxamp"  # torch.compile and its logs call a backend by this name
+        self._graphs: list[GraphRecord] = []
+        self._notes: list[str] = []
+        self._num_fallbacks = 0
+
+    def __repr__(self) -> str:
+        return str(self.options)
+
+    # ---- the backend ----------------------------------------------------------------------------------------------------
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Compiled:
+        """Compiles one graph of Dynamo's; called by torch.compile."""
+        if options:
+            raise errors.InvalidOption(
+                f"options={dict(options)!r} were given to torch.compile beside an Amp", way_out="Give them to fxamp.Amp(...)"
+            )
+        chosen = self.options if mode is None else dataclasses.replace(self.options, mode=mode)
+        untouched = graph.clone(gm) if chosen.on_error == "eager" else None
+        try:
+            return self._compile(gm, example_inputs, chosen)
+        except Exception as error:
+            if untouched is None or isinstance(error, errors.CudaGraphsUnavailable):
+                raise
+            self._num_fallbacks += 1
+            self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
+            return _compile_untouched(untouched, example_inputs, chosen)
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+        captured = capture.capture(gm, example_inputs)
+        precision, notes = _precision_on(captured.device, options.precision)
+        made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
+        if made.note:
+            self._note(made.note)
+            notes += (made.note,)
+
+        rewritten = graph.clone(captured.gm)
+        check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=options.output_dtype == "traced")
+        changes = passes.run(rewritten, rewrite.passes_for(captured, made), check)
+
+        replay = cuda_graphs.decide(
+            options.cuda_graphs,
+            options.mode,
+            device=captured.device,
+            trains=captured.trains,
+            fresh_outputs=captured.fresh_outputs,
+        )
+        keeps_roundings = captured.narrows and options.numerics == "eager"
+        if keeps_roundings:
+            notes += ("the program holds floats narrower than fp32: Inductor is asked to keep their roundings",)
+        run, joint_record = _lower(
+            graph.clone(rewritten), example_inputs, captured, made, options, replay, keeps_roundings
+        )
+        record = VariantRecord(
+            precision=precision,
+            captured=captured,
+            plan=made,
+            dynamo=graph.forget_inputs(rewritten),
+            changes=changes,
+            joint_record=joint_record,
+            notes=(*notes, str(replay)),
+        )
+        graph.forget_inputs(captured.gm)
+        self._keep(GraphRecord(index=len(self._graphs), captured_facts=captured, variants={precision: record}))
+        return run
+
+    def _keep(self, record: GraphRecord) -> None:
+        self._graphs.append(record)
+        directory = os.environ.get("FXAMP_DUMP")
+        if directory:
+            record.dump(Path(directory))
+
+    def _note(self, text: str) -> None:
+        """Puts a note into the report and, the first time, into a warning."""
+        if text not in self._notes:
+            self._notes.append(text)
+            warnings.warn(text, FxampWarning, stacklevel=2)
+
+    def reset(self) -> None:
+        """Forgets all graphs. torch._dynamo.reset() calls it, when it throws away what was compiled."""
+        self._graphs.clear()
+        self._notes.clear()
+        self._num_fallbacks = 0
+
+    # ---- what people look at --------------------------------------------------------------------------------------------
+    @property
+    def graphs(self) -> tuple[GraphRecord, ...]:
+        """Every graph compiled so far, in order."""
+        return tuple(self._graphs)
+
+    def report(self) -> Report:
+        """What runs in which format and why. `print(amp.report())` shows tables; the fields are for programs."""
+        return Report(
+            options=str(self.options),
+            graphs=self.graphs,
+            notes=tuple(self._notes),
+            num_fallbacks=self._num_fallbacks,
+        )
+
+    # ---- training -------------------------------------------------------------------------------------------------------
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets `optimizer.step()` skip steps whose gradients overflowed.
+
+        Only loss scaling makes gradients overflow that would not have without fxamp, and no precision of this version scales:
+        so there is nothing to skip, and nothing is changed about the optimizer.
+
+        Raises: InvalidOption for what is no optimizer.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise errors.InvalidOption(
+                f"attach() was given a {type(optimizer).__name__}", way_out="Give it the torch.optim.Optimizer itself"
+            )
+
+
+# ---- the arrows, between this module and the stages -----------------------------------------------------------------------
+def _precision_on(device: torch.device, wanted: str) -> tuple[str, tuple[str, ...]]:
+    """(the precision that a graph on `device` runs in, notes on why it is another than the one asked for)."""
+    if wanted == "auto":
+        precision, reason = formats.resolve_auto(device)
+        return precision, (reason,)
+    native, reason = formats.native_support(device, wanted)
+    if wanted == "tf32" and not native:
+        return "fp32", (f"tf32 asked for, fp32 used: {reason}",)
+    if not native:
+        return wanted, (f"{wanted} is emulated on {device.type}: {reason}",)
+    return wanted, ()
+
+
+def _lower(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    captured: Captured,
+    made: Plan,
+    options: Options,
+    replay: CudaGraphs,
+    keeps_roundings: bool,
+) -> tuple[Compiled, JointRecord]:
+    from fxamp import lower  # Inductor takes a second to import; only compiling needs it
+
+    settings = lower.Settings(
+        lower=options.lower,
+        mode=options.mode,
+        cuda_graphs=replay.on,
+        require_cuda_graphs=options.cuda_graphs == "require",
+        keeps_roundings=keeps_roundings,
+        tf32=made.variant == "tf32",
+    )
+    program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
+    run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
+    return run, program.record
+
+
+def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    """The graph as Dynamo captured it, compiled as if fxamp were not there."""
+    from fxamp import lower
+
+    settings = lower.Settings(
+        lower=options.lower,
+        mode=options.mode,
+        cuda_graphs=options.cuda_graphs in (True, "require") or options.mode in ("reduce-overhead", "max-autotune"),
+        require_cuda_graphs=False,
+        keeps_roundings=False,
+        tf32=False,
+        joint_passes=False,
+    )
+    return lower.lower(gm, example_inputs, settings, digest="untouched").run
+
+
+def _digest(captured: Captured, made: Plan, settings: object) -> str:
+    """Names everything that decides the compiled graph and that PyTorch's cache keys do not see; equal across processes."""
+    values = [graph.value_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")]
+    inputs = [(str(t.dtype), str(tuple(t.shape)), t.requires_grad) for v in values for t in graph.tensors_of(v)]
+    text = repr((__version__, torch.__version__, captured.gm.code, inputs, captured.trains, made.digest(), settings))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ---- the name "fxamp" -----------------------------------------------------------------------------------------------------
+_SHARED: dict[tuple[tuple[str, str], ...], Amp] = {}
+"""The Amp behind backend="fxamp", one per set of options."""
+
+
+def shared(**options: Any) -> Amp:
+    """The Amp of all models that were compiled by name with these options; also before the first call.
+
+        model = torch.compile(model, backend="fxamp", options={"precision": "bf16"})
+        print(fxamp.shared(precision="bf16").report())
+    """
+    key = Options.of(options).key()
+    if key not in _SHARED:
+        _SHARED[key] = Amp(**options)
+    return _SHARED[key]
+
+
+def named_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """What `torch.compile(model, backend="fxamp", options={...})` calls, through the entry point."""
+    chosen = dict(options or {})
+    if mode is not None:
+        chosen["mode"] = mode
+    return shared(**chosen)(gm, example_inputs)
+
+
+def register() -> None:
+    """Makes backend="fxamp" known where the package is on the path without being installed. May be called again."""
+    from torch._dynamo.backends import registry
+
+    if "fxamp" not in registry.list_backends(exclude_tags=()):
+        registry.register_backend(named_backend, name="fxamp")

@@ -1,0 +1,60 @@
+"""Every error that fxamp raises: what is wrong, where in the user's code, and the way out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FxampError(Exception):
+    """Base of all errors of fxamp. Its text always has the form `ERROR[Class]: what, at where. way out.`"""
+
+    def __init__(self, what: str, *, where: str | None = None, way_out: str) -> None:
+        self.what, self.where, self.way_out = what, where, way_out
+        place = f", at {where}" if where else ""
+        super().__init__(f"ERROR[{type(self).__name__}]: {what}{place}. {way_out}")
+
+
+class UnknownOption(FxampError, ValueError):
+    """An option, precision, preset or mode that does not exist. The text lists those that do."""
+
+
+class InvalidOption(FxampError, ValueError):
+    """An option that exists, with a value that it cannot take."""
+
+
+class NotYet(FxampError, NotImplementedError):
+    """A documented option whose implementation has not landed in this version."""
+
+
+class NotFloating(FxampError, TypeError):
+    """A cast was asked for a value that is no floating-point tensor. Always a bug of the pass that asked."""
+
+
+class StageFailed(FxampError, RuntimeError):
+    """A stage of fxamp (capture, plan, one pass, lowering) failed. Names the stage, the node and the user's line."""
+
+
+class IllegalGraph(FxampError, RuntimeError):
+    """A pass left a graph that breaks the rules of its stage. Always a bug of that pass."""
+
+
+class CudaGraphsUnavailable(FxampError, RuntimeError):
+    """`cuda_graphs="require"`, and a graph cannot be captured."""
+
+
+class NeedsCaptured(FxampError, LookupError):
+    """Something about a graph was asked for that is not on record (nothing compiled yet, or no such stage)."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownOption:
+    """The error for a name that is not among `known`; suggests the nearest one."""
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return UnknownOption(f"unknown {kind} {name!r}", way_out=f"{hint}Known: {', '.join(names)}")
+
+
+def not_yet(option: str, value: object, instead: str) -> NotYet:
+    """The error for an option that is documented but not implemented yet."""
+    return NotYet(f"{option}={value!r} is not implemented yet", way_out=instead)

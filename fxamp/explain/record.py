@@ -1,0 +1,181 @@
+"""What is kept of a compilation for people to read: every stage of every variant of every graph.
+
+On a warm start PyTorch's caches hand out compiled code without running a single joint pass. So what the joint passes saw
+and did is stored beside those caches, under the digest that is also part of their key, and read from there when asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+from torch import fx
+
+from fxamp import errors, graph
+from fxamp.capture import Captured
+from fxamp.explain import text
+from fxamp.graph import Cast
+from fxamp.passes import Change
+from fxamp.plan import Plan
+
+Stage = Literal["captured", "plan", "dynamo", "joint_before", "joint"]
+STAGES: Final[tuple[Stage, ...]] = ("captured", "plan", "dynamo", "joint_before", "joint")
+
+
+@dataclass(kw_only=True)
+class JointRecord:
+    """The joint graph before and after fxamp's passes, filled while they run or read back from `path`."""
+
+    path: Path | None
+    """Where it is kept for warm starts; None if PyTorch's caches are off."""
+    before: fx.GraphModule | None = None
+    after: fx.GraphModule | None = None
+    changes: tuple[Change, ...] = ()
+    from_cache: bool = False
+
+    def save(self) -> None:
+        """Writes the record beside PyTorch's caches. A disk that refuses costs the dump of a later start, nothing else."""
+        if self.path is None or self.before is None or self.after is None:
+            return
+        data = pickle.dumps((_pack(self.before), _pack(self.after), self.changes))
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
+                file.write(data)
+            os.replace(file.name, self.path)  # atomic: another process may be compiling the same graph
+
+    def load(self) -> None:
+        """Reads what an earlier process wrote, if the passes did not run in this one."""
+        if self.after is not None or self.path is None or not self.path.exists():
+            return
+        before, after, self.changes = pickle.loads(self.path.read_bytes())
+        self.before, self.after, self.from_cache = _unpack(before), _unpack(after), True
+
+
+_KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "nn_module_stack", "partitioner_tag"))
+
+
+def _pack(gm: fx.GraphModule) -> bytes:
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
+    return GraphPickler.dumps(gm, options)
+
+
+def _unpack(data: bytes) -> fx.GraphModule:
+    import warnings
+
+    from torch._subclasses import FakeTensorMode
+    from torch.fx._graph_pickler import GraphPickler
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch unpickles its own tree specs with a deprecated check
+        gm = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
+    assert isinstance(gm, fx.GraphModule)
+    return gm
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantRecord:
+    """One graph in one precision: every stage of it."""
+
+    precision: str
+    captured: Captured = field(repr=False)
+    plan: Plan = field(repr=False)
+    """A format and a reason for every operation."""
+    dynamo: fx.GraphModule = field(repr=False)
+    """Dynamo's graph with fxamp's casts in it, as handed to autograd."""
+    changes: tuple[Change, ...]
+    """What each pass on the Dynamo graph did."""
+    joint_record: JointRecord = field(repr=False)
+    notes: tuple[str, ...]
+    """What was not lowered, not captured in a CUDA graph, or fell back, and why."""
+
+    @property
+    def joint_before(self) -> fx.GraphModule:
+        """The joint graph of forward and backward before fxamp's joint passes. Raises NeedsCaptured if it never ran."""
+        return self._joint("before")
+
+    @property
+    def joint(self) -> fx.GraphModule:
+        """The joint graph after fxamp's joint passes. Raises NeedsCaptured if it never ran."""
+        return self._joint("after")
+
+    def _joint(self, which: Literal["before", "after"]) -> fx.GraphModule:
+        self.joint_record.load()
+        gm = self.joint_record.before if which == "before" else self.joint_record.after
+        if gm is None:
+            raise errors.NeedsCaptured(
+                f"there is no joint graph of this {self.precision} variant on record",
+                way_out="lower='eager' has none; after a warm start the record beside PyTorch's caches may be gone: "
+                "clear the cache directory, or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 for one run",
+            )
+        return gm
+
+    @property
+    def joint_changes(self) -> tuple[Change, ...]:
+        """What each pass on the joint graph did."""
+        self.joint_record.load()
+        return self.joint_record.changes
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """The casts that fxamp has in the graph: of the joint graph if there is one, else of Dynamo's."""
+        self.joint_record.load()
+        return graph.own_casts(self.joint_record.after or self.dynamo)
+
+    def text(self, stage: Stage = "dynamo") -> str:
+        """One stage as readable text.
+
+        Raises: UnknownOption for a stage that does not exist, NeedsCaptured for one that did not run.
+        """
+        if stage not in STAGES:
+            raise errors.unknown("stage", stage, STAGES)
+        if stage == "plan":
+            return text.plan(self.captured, self.plan)
+        graphs = {"captured": lambda: self.captured.gm, "dynamo": lambda: self.dynamo,
+                  "joint_before": lambda: self.joint_before, "joint": lambda: self.joint}  # fmt: skip
+        return text.code(graphs[stage]())
+
+    def diff(self, before: Stage = "captured", after: Stage = "dynamo") -> str:
+        """A unified diff of two stages."""
+        return text.diff(self.text(before), self.text(after), names=(before, after))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphRecord:
+    """One graph that Dynamo captured, and its variants."""
+
+    index: int
+    captured_facts: Captured = field(repr=False)
+    variants: Mapping[str, VariantRecord]
+
+    @property
+    def captured(self) -> fx.GraphModule:
+        """The graph as Dynamo captured it."""
+        return self.captured_facts.gm
+
+    @property
+    def trains(self) -> bool:
+        """Does it have a backward?"""
+        return self.captured_facts.trains
+
+    def dump(self, directory: Path) -> Path:
+        """Writes every stage that exists to `directory/graph_<index>/<variant>/`, and returns that folder."""
+        folder = directory / f"graph_{self.index}"
+        for precision, variant in self.variants.items():
+            target = folder / precision
+            target.mkdir(parents=True, exist_ok=True)
+            for stage in STAGES:
+                with contextlib.suppress(errors.NeedsCaptured):
+                    suffix = "txt" if stage == "plan" else "py"
+                    (target / f"{STAGES.index(stage)}_{stage}.{suffix}").write_text(variant.text(stage))
+            (target / "captured_to_dynamo.diff").write_text(variant.diff() + "\n")
+        return folder

@@ -1,0 +1,119 @@
+"""`amp.report()`: what runs in which format and why, as a table for people and as fields for programs."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from fxamp import _patches
+from fxamp.explain.record import GraphRecord, VariantRecord
+from fxamp.optable import OpClass
+
+WIDTH_CHARACTERS: Final = 110
+"""Reports are printed into logs as often as on terminals; a fixed width keeps them comparable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A summary of all graphs of an Amp. `print(report)` shows tables."""
+
+    options: str
+    graphs: tuple[GraphRecord, ...]
+    notes: tuple[str, ...]
+    """Notes that concern no graph in particular."""
+    num_fallbacks: int = 0
+    """Graphs that were compiled untouched after a failure, with on_error="eager"."""
+
+    @property
+    def variants(self) -> tuple[VariantRecord, ...]:
+        return tuple(v for g in self.graphs for v in g.variants.values())
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """What the graphs run in: ("bf16",)."""
+        return tuple(sorted({v.precision for v in self.variants}))
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Short names of all formats that some operation computes in: ("bf16", "fp32")."""
+        return tuple(sorted({name for v in self.variants for name in v.plan.formats}))
+
+    @property
+    def num_low_ops(self) -> int:
+        """Operations that run in the low format, over all graphs."""
+        return sum(v.plan.num_low_ops for v in self.variants)
+
+    @property
+    def num_casts(self) -> int:
+        """Casts that fxamp has in its graphs, forward and backward, over all graphs."""
+        return sum(len(v.casts) for v in self.variants)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH_CHARACTERS, no_color=True, highlight=False)
+        console.print(f"fxamp: {self.options}")
+        if not self.graphs:
+            console.print(
+                "No graph was compiled yet. If the model has been called: Dynamo found nothing to capture in it "
+                "(a bare functional layer compiled by itself, or a graph break before the first operation)."
+            )
+        else:
+            console.print(_graph_table(self.graphs))
+            console.print(_operation_table(self.variants))
+            _print_notes(console, self.graphs)
+        for note in self.notes:
+            console.print(f"- {note}")
+        file = console.file
+        assert isinstance(file, io.StringIO)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
+    table = Table(title="graphs", title_justify="left")
+    for name in ("graph", "mode", "runs in", "operations", "low", "casts", "CUDA graph", "first line"):
+        table.add_column(name, justify="right" if name in ("operations", "low", "casts") else "left")
+    for g in graphs:
+        for v in g.variants.values():
+            decisions = list(v.plan.decisions.values())
+            lines = [d.facts.where for d in decisions if d.facts.where]
+            table.add_row(
+                str(g.index),
+                "training" if g.trains else "inference",
+                v.precision,
+                str(len(decisions)),
+                str(v.plan.num_low_ops),
+                str(len(v.casts)),
+                "yes" if any(n.startswith("CUDA graph: on") for n in v.notes) else "no",
+                lines[0] if lines else "",
+            )
+    return table
+
+
+def _operation_table(variants: Sequence[VariantRecord]) -> Table:
+    counts: Counter[tuple[str, str, str, str]] = Counter()
+    for v in variants:
+        for d in v.plan.decisions.values():
+            if d.computes != "-":
+                counts[(d.op or "?", d.computes, d.cls.value, d.why)] += 1
+    table = Table(title="operations", title_justify="left")
+    for name in ("operation", "computes in", "count", "class", "why"):
+        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    order = {cls.value: i for i, cls in enumerate(OpClass)}
+    for (op, computes, cls, why), count in sorted(counts.items(), key=lambda item: (order[item[0][2]], item[0])):
+        table.add_row(op, computes, str(count), cls, why)
+    return table
+
+
+def _print_notes(console: Console, graphs: Sequence[GraphRecord]) -> None:
+    for g in graphs:
+        for v in g.variants.values():
+            for note in v.notes:
+                console.print(f"- graph {g.index} ({v.precision}): {note}")
+            for change in v.joint_changes:
+                if change.pass_name == "SaveReadsOfMutated" and change.num_marked:
+                    console.print(f"- graph {g.index} ({v.precision}): repaired: {_patches.MUTATED_READS.symptom}")

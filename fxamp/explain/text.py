@@ -1,0 +1,103 @@
+"""Graphs and plans as text: readable Python with a dtype on every line, the plan as a table, the diff of two stages."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxamp import formats, graph
+from fxamp.capture import Captured
+from fxamp.plan import Decision, Plan
+
+_ASSIGNED: Final = re.compile(r"^(?P<indent>\s+)(?P<name>[A-Za-z_]\w*) = ", re.MULTILINE)
+_RELEASE: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
+_ANNOTATION: Final = re.compile(r"# Annotation: \{.*?\} (?=File: |No stacktrace)")
+_NO_TRACE: Final = re.compile(r"\n *# No stacktrace found for following nodes(?=\n)")
+_LINE_COMMENT: Final = re.compile(r"\n\n *(?P<line># File: [^\n]*)(?P<body>(?:\n(?! *# File: )[^\n]+)*)")
+_SHORT: Final = MappingProxyType({
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
+    "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "b8", "complex64": "c64", "complex128": "c128",
+    "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2",
+})  # fmt: skip
+
+
+def code(gm: fx.GraphModule) -> str:
+    """The graph as Python that could be run, each line with the dtype and shape of what it yields."""
+    values = {node.name: graph.value_of(node) for node in gm.graph.nodes}
+    values |= {str(node.target): graph.value_of(node) for node in gm.graph.nodes if node.op == "placeholder"}
+
+    def annotate(match: re.Match[str]) -> str:
+        value = values.get(match["name"])
+        label = describe(value)
+        return f'{match["indent"]}{match["name"]}: "{label}" = ' if label else match[0]
+
+    text = gm.print_readable(print_output=False)
+    text = _RELEASE.sub("", text)
+    text = _NO_TRACE.sub("", _ANNOTATION.sub("# ", text))
+    return _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
+
+
+def _merge_repeated_comments(text: str) -> str:
+    """A cast and the operation that it serves come from one source line: say the line once."""
+    last = ""
+
+    def once(match: re.Match[str]) -> str:
+        nonlocal last
+        repeated, last = match["line"] == last, match["line"]
+        return match["body"] if repeated else match[0]
+
+    return _LINE_COMMENT.sub(once, text)
+
+
+def describe(value: Any) -> str:
+    """"bf16[4, 8]" for a tensor, "(f32[2], i64[2])" for a tuple of them, "" for what has no dtype."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{_SHORT.get(dtype, dtype)}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, (tuple, list)):
+        parts = [describe(v) or type(v).__name__ for v in value]
+        return f"({', '.join(parts)})"
+    return ""
+
+
+def plan(captured: Captured, made: Plan) -> str:
+    """The plan, one line per operation: name, operation, class, formats in and out, user's line, and the reason."""
+    lines = [f"# plan for {made.variant}: {made.num_low_ops} operations run in {formats.name(made.low)}"]
+    if made.note:
+        lines.append(f"# {made.note}")
+    rows = [_row(d, captured) for d in made.decisions.values() if not _is_silent(d)]
+    header = ("node", "operation", "class", "in", "out", "where", "reason")
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
+    for row in (header, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    names = [x.name for x in graph.operands(captured.gm.graph.output_node())]
+    for name, back in zip(names, made.outputs, strict=True):
+        if back is not None:
+            lines.append(f"# output {name} is cast back to {formats.name(back)}, its traced dtype")
+    return "\n".join(lines) + "\n"
+
+
+def _is_silent(decision: Decision) -> bool:
+    """Mode switches and the like, which have neither operation nor value."""
+    return not graph.tensors_of(decision.value) and decision.computes == "-"
+
+
+def _row(d: Decision, captured: Captured) -> tuple[str, ...]:
+    tensors = graph.tensors_of(d.value)
+    if d.result is not None:
+        result = formats.name(d.result)
+    else:
+        result = "+".join(dict.fromkeys(formats.name(t.dtype) for t in tensors)) or "-"
+    return (d.node, d.op or "?", d.cls.value, d.computes, result, d.facts.where, d.why)
+
+
+def diff(before: str, after: str, *, names: tuple[str, str]) -> str:
+    """A unified diff of two texts; "" if they are equal."""
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm="", n=2)
+    return "\n".join(lines)

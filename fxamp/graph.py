@@ -1,0 +1,188 @@
+"""The only module that edits FX graphs. Everything that fxamp puts into a graph is made here, with its meta.
+
+Two kinds of graph pass through: Dynamo's (torch functions, `meta["example_value"]`) and AOTAutograd's joint graph
+(ATen operations, `meta["val"]`). `value_of` reads either.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxamp import errors, formats
+
+MARK: Final = "fxamp"
+"""Key under `node.meta["custom"]` that says "this cast is ours". AOTAutograd carries it to forward and backward."""
+
+DYNAMO_CAST: Final = torch.ops.aten.to.dtype
+JOINT_CAST: Final = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A cast that fxamp inserted."""
+
+    src: str
+    """Short name of the format it reads, as in `formats.name`."""
+    dst: str
+    """Short name of the format it writes."""
+    why: str
+    """Which decision asked for it."""
+    where: str = ""
+    """The user's source line that it serves: "train.py:33"."""
+
+
+# ---- reading ----------------------------------------------------------------------------------------------------------
+def value_of(node: fx.Node) -> Any:
+    """The fake value (tensor, SymInt, or a nest of them) of a node, in either kind of graph; None if it has none."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensor leaves of a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that `node` reads, in the order of its arguments; one that is read twice comes twice."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return iter(found)
+
+
+def own_cast(node: fx.Node) -> Cast | None:
+    """The Cast behind a node that fxamp inserted, or that autograd derived from one; None for all other nodes."""
+    if node.target not in (DYNAMO_CAST, JOINT_CAST):
+        return None
+    mark = (node.meta.get("custom") or {}).get(MARK)
+    if mark is None:
+        return None
+    source, result = value_of(node.all_input_nodes[0]), value_of(node)
+    return Cast(**{**mark, "src": formats.name(source.dtype), "dst": formats.name(result.dtype)})
+
+
+def own_casts(gm: fx.GraphModule) -> tuple[Cast, ...]:
+    """All casts of fxamp in a graph, in order."""
+    return tuple(cast for node in gm.graph.nodes if (cast := own_cast(node)) is not None)
+
+
+# ---- copying ----------------------------------------------------------------------------------------------------------
+def clone(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graph, nested graphs and meta can be edited without touching `gm`; tensors are shared.
+
+    Carries what `graph_copy` drops and compilation needs: `gm.meta`, `_param_name_to_source`, and the placeholders'
+    `_dynamo_source`.
+    """
+    attributes: dict[str, Any] = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        owner, value = gm, None
+        for part in str(node.target).split("."):
+            value = getattr(owner, part)
+            owner = value
+        attributes[str(node.target)] = clone(value) if isinstance(value, fx.GraphModule) else value
+    for node in gm.graph.find_nodes(op="call_module"):
+        attributes[str(node.target)] = gm.get_submodule(str(node.target))
+
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, mapping)
+    old_output = next(iter(gm.graph.find_nodes(op="output")))
+    new_output = graph.output(result)
+    new_output.meta = copy.copy(old_output.meta)
+    graph.set_codegen(copy.copy(gm.graph._codegen))  # the joint graph's says how its arguments nest
+    for old, new in mapping.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
+
+    copied = fx.GraphModule(attributes, graph, class_name=type(gm).__name__)
+    copied.meta = copy.copy(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source  # pyright: ignore[reportArgumentType]
+    return copied
+
+
+def forget_inputs(gm: fx.GraphModule) -> fx.GraphModule:
+    """Drops Dynamo's references to real inputs, so that a graph kept for inspection keeps no tensor alive."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)
+    return gm
+
+
+# ---- editing ----------------------------------------------------------------------------------------------------------
+def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str, where: str = "") -> fx.Node:
+    """Puts a cast of `value` to `dtype` in front of `before`, and returns it. Its users are not changed.
+
+    Raises: NotFloating if either side is no floating-point tensor.
+    """
+    source = value_of(value)
+    if not (isinstance(source, torch.Tensor) and source.is_floating_point() and dtype.is_floating_point):
+        held = source.dtype if isinstance(source, torch.Tensor) else type(source).__name__
+        raise errors.NotFloating(
+            f"cast of {value.name} ({held}) to {dtype}", where=where or None, way_out="Please report this as a bug"
+        )
+    joint = "val" in value.meta
+    with before.graph.inserting_before(before):
+        node = before.graph.create_node(
+            "call_function", JOINT_CAST if joint else DYNAMO_CAST, (value, dtype), name=f"{value.name.rstrip('_')}_{formats.name(dtype)}"
+        )
+    mark = Cast(formats.name(source.dtype), formats.name(dtype), why, where)
+    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+    node.meta["custom"] = {**(before.meta.get("custom") or {}), MARK: asdict(mark)}
+    node.meta["val" if joint else "example_value"] = retyped(source, dtype)
+    return node
+
+
+def insert_getitem(value: fx.Node, index: int, *, before: fx.Node) -> fx.Node:
+    """Puts `value[index]`, for a node that yields a tuple or list, in front of `before`."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(operator.getitem, (value, index))
+    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
+    node.meta["example_value"] = value_of(value)[index]
+    return node
+
+
+def after(node: fx.Node) -> fx.Node:
+    """The node behind `node`: where to insert what has to follow it directly."""
+    return node.next
+
+
+def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> None:
+    """Replaces the i-th operand (as `operands` counts) by `change(i, operand)`."""
+    position = iter(range(len(list(operands(node)))))
+    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: change(next(position), arg))
+
+
+def replace(old: fx.Node, new: fx.Node, *, except_in: frozenset[fx.Node] = frozenset()) -> None:
+    """Lets every user of `old` but those in `except_in` read `new`."""
+    old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in except_in)
+
+
+def erase(node: fx.Node) -> None:
+    """Removes a node that nothing reads."""
+    node.graph.erase_node(node)
+
+
+def set_value(node: fx.Node, value: Any) -> None:
+    """Records the fake value that a Dynamo node has after its operands changed."""
+    node.meta["example_value"] = value
+
+
+def set_meta(node: fx.Node, facts: Mapping[str, object]) -> None:
+    """Adds facts for the compiler (such as `recompute`) to a node."""
+    node.meta.update(facts)
+
+
+def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The fake tensor that a cast of the fake tensor `value` gives."""
+    fake_mode = getattr(value, "fake_mode", None)
+    if fake_mode is None:
+        return value.to(dtype)
+    with fake_mode, torch.no_grad():
+        return value.to(dtype)

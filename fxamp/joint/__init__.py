@@ -1,0 +1,23 @@
+"""Passes on AOTAutograd's joint graph, where forward, backward and what is saved between them are seen at once.
+
+EXACT passes keep every bit and are on. RELAXED ones change numerics and are asked for by name; a pass belongs to the tuple
+that it stands in, never to an argument.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
+from fxamp.joint.repair import SaveReadsOfMutated
+from fxamp.passes import Pass
+
+REPAIRS: Final[tuple[Pass, ...]] = (SaveReadsOfMutated(),)
+
+EXACT: Final[tuple[Pass, ...]] = (
+    CancelCasts(),  # before ShareCasts: fewer casts to key, and what a round trip fed reads the original value
+    ShareCasts(),  # before DropDeadCasts: sharing never leaves a dead cast, cancelling may
+    DropDeadCasts(),
+)
+
+RELAXED: Final[tuple[Pass, ...]] = ()

@@ -1,0 +1,107 @@
+"""EXACT passes over the casts of the joint graph: bit for bit the same results, with fewer casts.
+
+Only casts that fxamp inserted, and those that autograd derived from them, are touched; the user's own stay (contract 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import fx
+
+from fxamp import formats, graph
+from fxamp.passes import Change
+
+
+def _chain(node: fx.Node) -> fx.Node | None:
+    """The inner cast of two of fxamp's in a row, if the inner one loses nothing."""
+    if graph.own_cast(node) is None:
+        return None
+    inner = node.all_input_nodes[0]
+    if graph.own_cast(inner) is None:
+        return None
+    source, middle = graph.value_of(inner.all_input_nodes[0]), graph.value_of(inner)
+    return inner if formats.is_lossless(source.dtype, middle.dtype) else None
+
+
+@dataclass(frozen=True)
+class CancelCasts:
+    """Removes a lossless way there and back, and shortens a chain whose first step is lossless.
+
+    requires: joint graph with meta.  changes: who reads a cast.  keeps: every bit.
+
+        a: "f32[B]" = cast(x, f32)            (x is bf16)
+        b: "bf16[B]" = cast(a, bf16)     ->   users of b read x
+        c: "f16[B]" = cast(a, f16)       ->   c = cast(x, f16)
+    kept: f32 -> bf16 -> f32, because the first step rounds.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_removed = num_added = 0
+        for node in list(gm.graph.nodes):
+            inner = _chain(node)
+            if inner is None:
+                continue
+            value, mark = inner.all_input_nodes[0], graph.own_cast(node)
+            assert mark is not None
+            if graph.value_of(value).dtype == graph.value_of(node).dtype:
+                graph.replace(node, value)
+            else:
+                dtype = graph.value_of(node).dtype
+                short = graph.insert_cast(value, dtype, before=node, why=mark.why, where=mark.where)
+                graph.set_meta(short, {key: node.meta[key] for key in _PHASE if key in node.meta})
+                graph.replace(node, short, except_in=frozenset((short,)))
+                num_added += 1
+            graph.erase(node)
+            num_removed += 1
+        return Change(pass_name=type(self).__name__, num_added=num_added, num_removed=num_removed)
+
+
+_PHASE: Final = ("partitioner_tag", "seq_nr", "autograd_backward", "recompute", "ac_graph_id")
+"""Meta that says where in forward or backward a node belongs; a node that replaces another inherits it."""
+
+
+@dataclass(frozen=True)
+class ShareCasts:
+    """Lets all users of one value in one format read one cast.
+
+    requires: joint graph with meta.  changes: number of casts.  keeps: every bit, and where values are computed: a cast of
+    the backward is never used by the forward, and recomputation regions keep casts of their own.
+
+        a: "bf16[B]" = cast(x, bf16)          a: "bf16[B]" = cast(x, bf16)
+        b: "bf16[B]" = cast(x, bf16)     ->   users of b read a
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        first: dict[tuple[object, ...], fx.Node] = {}
+        num_removed = 0
+        for node in list(gm.graph.nodes):
+            if graph.own_cast(node) is None:
+                continue
+            value = node.all_input_nodes[0]
+            key = (value, graph.value_of(node).dtype, *(node.meta.get(k) for k in ("recompute", "ac_graph_id")))
+            kept = first.setdefault(key, node)
+            if kept is not node:
+                graph.replace(node, kept)
+                graph.erase(node)
+                num_removed += 1
+        return Change(pass_name=type(self).__name__, num_removed=num_removed)
+
+
+@dataclass(frozen=True)
+class DropDeadCasts:
+    """Erases casts that nothing reads.
+
+    requires: joint graph.  changes: number of casts.  keeps: everything that is read.
+
+        a: "f32[B]" = cast(x, f32);  return x     ->     return x
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_removed = 0
+        for node in reversed(list(gm.graph.nodes)):
+            if not node.users and graph.own_cast(node) is not None:
+                graph.erase(node)
+                num_removed += 1
+        return Change(pass_name=type(self).__name__, num_removed=num_removed)

@@ -1,0 +1,63 @@
+"""Repairs of upstream faults that work on the joint graph. `fxamp/_patches.py` says what each is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxamp import graph
+from fxamp.passes import Change
+
+
+@dataclass(frozen=True)
+class SaveReadsOfMutated:
+    """Saves, instead of recomputing, what the forward computed from an input that it writes later (`mutated-reads`).
+
+    requires: joint graph, mutations as `copy_` into placeholders.  changes: `meta["recompute"]`.  keeps: every value.
+
+        n: "i64[]" = add(steps, 1)                 n: ... = add(steps, 1)      # MUST_SAVE
+        z: "f32[B]" = div(y, n)               ->   z: ... = div(y, n)
+        copy_(steps, n)                            copy_(steps, n)             # a recomputed add would count twice
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        writes = [node for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default]
+        needed = _needed_by_backward(gm) if writes else frozenset[fx.Node]()
+        num_marked = 0
+        for write in writes:
+            destination = write.args[0]
+            if not (isinstance(destination, fx.Node) and destination.op == "placeholder"):
+                continue
+            for reader in _readers(destination):
+                if reader in needed and "recompute" not in reader.meta:
+                    graph.set_meta(reader, {"recompute": CheckpointPolicy.MUST_SAVE})
+                    num_marked += 1
+        return Change(pass_name=type(self).__name__, num_marked=num_marked)
+
+
+def _needed_by_backward(gm: fx.GraphModule) -> frozenset[fx.Node]:
+    """The forward's nodes on which something in the backward depends."""
+    needed: set[fx.Node] = set()
+    for node in reversed(list(gm.graph.nodes)):
+        if node in needed or node.meta.get("partitioner_tag") == "is_backward":
+            needed.update(node.all_input_nodes)
+    return frozenset(node for node in needed if node.meta.get("partitioner_tag") != "is_backward")
+
+
+def _readers(value: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that compute something from `value`, seen through its views."""
+    for user in list(value.users):
+        if user.op != "call_function":
+            continue
+        if _is_view(user):
+            yield from _readers(user)
+        elif graph.tensors_of(graph.value_of(user)):
+            yield user
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

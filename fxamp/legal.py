@@ -1,0 +1,89 @@
+"""What a graph may look like after each stage, and the check of it.
+
+`check` is always cheap lint; with FXAMP_CHECK=1 it also re-propagates every value and compares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxamp import errors, graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The rules of one stage."""
+
+    name: str
+    cast: Any
+    """The one target that a cast of fxamp may have here."""
+
+
+REWRITTEN: Final = Stage(name="Dynamo rewrite", cast=graph.DYNAMO_CAST)
+JOINT: Final = Stage(name="joint graph", cast=graph.JOINT_CAST)
+
+
+def wants_full_check() -> bool:
+    """Is FXAMP_CHECK=1 set?"""
+    return os.environ.get("FXAMP_CHECK", "0") not in ("", "0")
+
+
+def checker(
+    stage: Stage, before: fx.GraphModule, *, output_dtypes: bool = True
+) -> Callable[[fx.GraphModule], None]:
+    """`check` for a graph that was `before` when the stage began; output_dtypes=False lets outputs change format."""
+    signature = _signature(before, output_dtypes)
+    return lambda gm: check(gm, stage, signature, output_dtypes=output_dtypes)
+
+
+Signature = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
+
+
+def check(gm: fx.GraphModule, stage: Stage, signature: Signature, *, output_dtypes: bool = True) -> None:
+    """Raises IllegalGraph where a graph breaks the rules of its stage: well-formed, every cast of fxamp from float to float,
+    and the same inputs and outputs as before the stage. With FXAMP_CHECK=1 recorded values are recomputed and compared too.
+    """
+    gm.graph.lint()
+    for node in gm.graph.nodes:
+        mark = (node.meta.get("custom") or {}).get(graph.MARK)
+        if mark is None or node.target is not stage.cast:
+            continue
+        source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
+        if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):
+            raise _illegal(stage, node, f"casts {source.dtype} to {node.args[1]} but claims {result.dtype}")
+    now = _signature(gm, output_dtypes)
+    if now != signature:
+        raise errors.IllegalGraph(
+            f"the {stage.name} has inputs and outputs {now}, before it {signature}", way_out="Please report this as a bug"
+        )
+    if wants_full_check() and stage is REWRITTEN:
+        _check_values(gm, stage)
+
+
+def _signature(gm: fx.GraphModule, output_dtypes: bool) -> Signature:
+    inputs = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
+    output = next(iter(gm.graph.find_nodes(op="output")))
+    values = [graph.tensors_of(graph.value_of(x)) for x in graph.operands(output)]
+    return inputs, tuple((str(t.dtype) if output_dtypes else "", t.dim()) for tensors in values for t in tensors)
+
+
+def _check_values(gm: fx.GraphModule, stage: Stage) -> None:
+    """Every operation that reads or writes something changed, called again on the recorded values of its operands, gives the
+    recorded value. In-place operations and whatever has no tensor result are left out: calling them again is not neutral."""
+    for node in gm.graph.nodes:
+        if graph.own_cast(node) is None or not isinstance(graph.value_of(node), torch.Tensor):
+            continue
+        want = graph.retyped(graph.value_of(node.all_input_nodes[0]), node.args[1])
+        got = graph.value_of(node)
+        if want.dtype != got.dtype or tuple(want.shape) != tuple(got.shape):
+            raise _illegal(stage, node, f"recorded as {got.dtype}{list(got.shape)}, is {want.dtype}{list(want.shape)}")
+
+
+def _illegal(stage: Stage, node: fx.Node, what: str) -> errors.IllegalGraph:
+    return errors.IllegalGraph(f"{node.name} in the {stage.name} {what}", way_out="Please report this as a bug")

@@ -1,0 +1,111 @@
+"""How each operation is treated, as data: one name -> one class, each row with its source.
+
+LOW     runs in the low precision: its fp32 operands are cast down.
+HIGH    runs in fp32: low operands are cast up.
+WIDEST  runs in the widest of its operands' formats: low only if all are low.
+FOLLOW  moves data or works element by element: takes the format of what it is given.
+KEEP    everything else. It gets exactly the dtypes that it was traced with (contract 3), so it needs no row.
+
+Names are those of `torch.ops.aten` where there is one, else of `torch.nn.functional`; in-place forms, methods, operators
+and functions have the same name (see `name_of` in capture.py).
+"""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+from typing import Final
+
+
+class OpClass(enum.Enum):
+    LOW = "low"
+    HIGH = "high"
+    WIDEST = "widest"
+    FOLLOW = "follow"
+    KEEP = "keep"
+
+
+AUTOCAST_LOW: Final = """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
+    addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
+"""
+
+AUTOCAST_HIGH: Final = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+    native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
+    upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+    upsample_bicubic2d _upsample_bicubic2d_aa
+    prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum norm
+"""
+
+AUTOCAST_WIDEST: Final = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+
+BUILTIN_PROMOTION: Final = "cat stack concat concatenate hstack vstack dstack column_stack"
+
+# Composites of torch.nn.functional, of which autocast sees only the parts: the class is that of the part that decides.
+COMPOSITE_HIGH: Final = """
+    cross_entropy gaussian_nll_loss ctc_loss multilabel_soft_margin_loss triplet_margin_with_distance_loss
+    pairwise_distance interpolate upsample softmin gumbel_softmax local_response_norm normalize binary_cross_entropy
+    instance_norm grid_sample logcumsumexp linalg_norm cov corrcoef
+"""
+
+MOVEMENT: Final = """
+    view reshape transpose permute t T mT H contiguous flatten ravel unflatten squeeze unsqueeze expand expand_as
+    view_as reshape_as narrow select slice getitem chunk split unbind split_with_sizes tensor_split movedim moveaxis
+    swapaxes swapdims roll flip fliplr flipud repeat tile index_select gather take_along_dim unfold pixel_shuffle
+    pixel_unshuffle channel_shuffle diagonal diag tril triu clone detach alias rot90 adjoint broadcast_to atleast_1d
+    atleast_2d atleast_3d masked_fill where pad
+"""
+
+ELEMENTWISE: Final = """
+    relu relu6 leaky_relu gelu silu mish hardtanh hardswish hardsigmoid elu selu celu sigmoid logsigmoid tanh
+    tanhshrink softsign hardshrink softshrink glu threshold rrelu
+    add sub subtract mul multiply div divide true_divide truediv rsub neg negative abs absolute maximum minimum clamp
+    clip clamp_min clamp_max dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
+    sin cos lerp
+"""
+
+POOLING: Final = """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d batch_norm
+"""
+
+_SOURCES: Final = (
+    (OpClass.LOW, AUTOCAST_LOW, "autocast: lower-precision list"),
+    (OpClass.HIGH, AUTOCAST_HIGH, "autocast: fp32 list"),
+    (OpClass.HIGH, COMPOSITE_HIGH, "composite whose deciding part is on autocast's fp32 list"),
+    (OpClass.WIDEST, AUTOCAST_WIDEST, "autocast: promote list"),
+    (OpClass.WIDEST, BUILTIN_PROMOTION, "promotes by itself"),
+    (OpClass.FOLLOW, MOVEMENT, "moves data"),
+    (OpClass.FOLLOW, ELEMENTWISE, "element by element, not on autocast's lists"),
+    (OpClass.FOLLOW, POOLING, "accumulates in fp32 inside, not on autocast's lists"),
+)
+
+TABLE: Final = MappingProxyType({op: (cls, source) for cls, ops, source in _SOURCES for op in ops.split()})
+"""Operation -> (class, where the class comes from)."""
+
+FOLLOWING_OPERANDS: Final = MappingProxyType({"batch_norm": 1})
+"""Operations of which only the first n operands follow; the rest (statistics, affine weights) keep their traced dtypes."""
+
+WRITTEN_OPERANDS: Final = MappingProxyType({"batch_norm": (1, 2), "instance_norm": (1, 2)})
+"""Operands that an operation writes although neither its name nor its schema says so (running statistics)."""
+
+METADATA: Final = frozenset(("size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "is_contiguous"))
+"""Methods that read a tensor's shape, never its values: they cause no cast."""
+
+SYNONYMS: Final = MappingProxyType({"truediv": "div", "__matmul__": "matmul", "__rmatmul__": "matmul"})
+"""Other spellings of one operation."""
+
+
+def classify(op: str | None) -> tuple[OpClass, str]:
+    """(class, source) of a canonical operation name; KEEP for what has no row."""
+    if op is None:
+        return OpClass.KEEP, "not an operation of torch"
+    return TABLE.get(op, (OpClass.KEEP, "not listed: gets the dtypes it was traced with"))

@@ -1,0 +1,156 @@
+"""The options of an Amp: frozen, total, and checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal
+
+from fxamp import errors, formats
+from fxamp.policy import Policy
+
+MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Inductor's modes, as torch.compile documents them."""
+
+LOWERINGS: Final = ("inductor", "aot_eager", "eager")
+CUDA_GRAPHS: Final = ("auto", True, False, "require")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `fxamp.Amp(...)` and `torch.compile(..., backend="fxamp", options={...})` take.
+
+    Raises, when built: UnknownOption for a name that does not exist, InvalidOption for a value of the wrong kind, NotYet for
+    what this version does not do yet.
+    """
+
+    precision: str = "auto"
+    """The lowest precision: "auto", "fp32", "tf32", "bf16", "fp16", "fp8". "auto" is bf16 where the device computes it in
+    hardware, else fp32; decided per graph, and reported."""
+    ladder: tuple[str, ...] | None = None
+    """All precisions that may be switched between, low to high. Not yet."""
+    policy: Policy = field(default_factory=Policy)
+    """Operation or module path -> precision. Given as a preset ("autocast"), a `Policy`, the path of a TOML file, or a
+    mapping such as {"softmax": "bf16", "layers.0.*": "fp32", "mylib::*": "fp32"}."""
+    regions: Mapping[str, str] | None = None
+    """Parts of the model that change precision on their own: name -> module path glob. Not yet."""
+    scheduler: object | None = None
+    """Any object with `decide(signal, state)`. Not yet."""
+    scaling: str | float | None = "auto"
+    """Loss scaling: "auto" is dynamic where a precision is fp16, else none. Only "auto" (without fp16) and None yet; None with
+    fp16 trains without protection, and is the user's explicit choice."""
+    on_overflow: str = "skip"
+    """What an overflowed step does: "skip" or "retry". Only "skip" yet."""
+    relaxed: tuple[str, ...] = ()
+    """Names of RELAXED passes, which change numerics. None exists yet."""
+    numerics: Literal["eager", "fast"] = "eager"
+    """"eager" keeps the roundings of the user's own casts, which Inductor alone drops; "fast" gives that up."""
+    output_dtype: Literal["traced", "low"] = "traced"
+    """"traced": what leaves a graph has the dtype of the program as written. "low": it may stay in the low format."""
+    mode: str | None = None
+    """Inductor's mode, as of torch.compile."""
+    lower: Literal["inductor", "aot_eager", "eager"] = "inductor"
+    """What compiles the rewritten graph. "aot_eager" runs the same joint passes without Inductor, "eager" only the rewrite of
+    Dynamo's graph."""
+    cuda_graphs: str | bool = "auto"
+    """"auto": inference graphs replay as CUDA graphs and hand out copies; training is left to `mode`. True: Inductor's own
+    behaviour, as in mode="reduce-overhead". "require": a graph that cannot be captured is an error."""
+    stats: str | None = None
+    """None, "overflow" or "full". Only None yet."""
+    on_error: Literal["raise", "eager"] = "raise"
+    """What an internal failure of fxamp does: "raise" a typed error, or compile the "eager", untouched graph, count it in the
+    report, and warn once."""
+    process_group: object | None = None
+    """Ranks that must agree on skips and precision; None is the default group. Only None yet."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", Policy.of(self.policy))
+        object.__setattr__(self, "relaxed", tuple(self.relaxed))
+        _check_choices(self)
+        _check_landed(self)
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments or from the `options=` of torch.compile."""
+        known = [f.name for f in fields(Options)]
+        for name in given:
+            if name not in known:
+                raise errors.unknown("option", name, known)
+        return Options(**given)
+
+    def __str__(self) -> str:
+        """Only what differs from the defaults, in the form of a call."""
+        default = {f.name: f.default for f in fields(self)} | {"policy": Policy()}
+        parts = [
+            f"{f.name}={str(value) if f.name == 'policy' else value!r}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != default[f.name]
+        ]
+        return f"Amp({', '.join(parts)})"
+
+    def key(self) -> tuple[tuple[str, str], ...]:
+        """Every field, hashable: two equal keys are one Amp in `fxamp.shared`."""
+        return tuple((f.name, str(getattr(self, f.name))) for f in fields(self))
+
+
+def _check_choices(options: Options) -> None:
+    choices: dict[str, tuple[object, ...]] = {
+        "precision": formats.PRECISIONS,
+        "on_overflow": ("skip", "retry"),
+        "numerics": ("eager", "fast"),
+        "output_dtype": ("traced", "low"),
+        "mode": (None, *MODES),
+        "lower": LOWERINGS,
+        "cuda_graphs": CUDA_GRAPHS,
+        "stats": (None, "overflow", "full"),
+        "on_error": ("raise", "eager"),
+    }
+    for name, allowed in choices.items():
+        value = getattr(options, name)
+        if not any(value is x or (isinstance(value, str) and value == x) for x in allowed):
+            raise errors.unknown(name, value, [repr(x) if x is None else str(x) for x in allowed])
+    if options.ladder is not None and options.precision != "auto":
+        raise errors.InvalidOption(
+            f"both precision={options.precision!r} and ladder={options.ladder!r} are given",
+            way_out="A ladder names all precisions: leave precision out",
+        )
+    if not (options.scaling is None or options.scaling in ("auto", "dynamic") or isinstance(options.scaling, float)):
+        raise errors.unknown("scaling", options.scaling, ("'auto'", "'dynamic'", "a float", "None"))
+    if options.lower != "inductor" and options.mode is not None:
+        raise errors.InvalidOption(
+            f"mode={options.mode!r} is Inductor's, and lower={options.lower!r} does not use it",
+            way_out="Leave mode out, or use lower='inductor'",
+        )
+    if options.lower != "inductor" and options.cuda_graphs in (True, "require"):
+        raise errors.InvalidOption(
+            f"cuda_graphs={options.cuda_graphs!r} needs Inductor, and lower={options.lower!r} does not use it",
+            way_out="Leave cuda_graphs out, or use lower='inductor'",
+        )
+
+
+def _check_landed(options: Options) -> None:
+    if options.precision == "fp8":
+        raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
+    if options.precision == "fp16" and options.scaling is not None:
+        raise errors.not_yet(
+            "precision",
+            "fp16",
+            "It needs loss scaling, which has not landed. Use 'bf16', or say scaling=None to run fp16 unprotected "
+            "(inference, or gradients that you know to be in range)",
+        )
+    landed: dict[str, tuple[object, str]] = {
+        "ladder": (None, "Give one precision"),
+        "regions": (None, "Use policy={'layers.0.*': 'fp32'} for a fixed precision per module"),
+        "scheduler": (None, "Give one precision"),
+        "on_overflow": ("skip", "Leave it out"),
+        "relaxed": ((), "Leave it out: every pass there is keeps the numerics"),
+        "stats": (None, "Leave it out"),
+        "process_group": (None, "Leave it out"),
+    }
+    for name, (value, instead) in landed.items():
+        if getattr(options, name) != value:
+            raise errors.not_yet(name, getattr(options, name), instead)
+    if options.scaling not in ("auto", None):
+        raise errors.not_yet("scaling", options.scaling, "Leave it out, or say scaling=None")
+
+

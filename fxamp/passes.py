@@ -1,0 +1,88 @@
+"""What a pass is, and how passes are run. Knows no pass.
+
+A pass is a frozen dataclass whose fields are its configuration; called with a graph module it edits it in place, through
+`fxamp.graph`, and returns a `Change`. Its docstring says what it requires, changes and keeps, with a before/after.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import fx
+
+from fxamp import errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Something a pass left alone, and why."""
+
+    node: str
+    reason: str
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What one pass did to one graph."""
+
+    pass_name: str
+    num_added: int = 0
+    """Nodes inserted."""
+    num_removed: int = 0
+    """Nodes erased."""
+    num_marked: int = 0
+    """Nodes whose meta was changed for the compiler's eyes."""
+    kept: tuple[Kept, ...] = ()
+    elapsed_ms: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"+{self.num_added} -{self.num_removed} nodes"]
+        if self.num_marked:
+            parts.append(f"{self.num_marked} marked")
+        return f"{self.pass_name}: {', '.join(parts)}, {self.elapsed_ms:.1f} ms"
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A frozen dataclass with this call."""
+
+    def __call__(self, gm: fx.GraphModule) -> Change: ...
+
+
+def run(gm: fx.GraphModule, passes: Sequence[Pass], check: Callable[[fx.GraphModule], None]) -> tuple[Change, ...]:
+    """Runs passes in order, checks the graph after each, and returns what each did.
+
+    Raises: StageFailed, naming the pass, for anything that goes wrong in one.
+    """
+    changes: list[Change] = []
+    for pass_ in passes:
+        start = time.perf_counter()
+        try:
+            change = pass_(gm)
+            check(gm)
+        except Exception as error:
+            raise errors.StageFailed(
+                f"pass {pass_!r} failed: {error}",
+                where=getattr(error, "where", None),
+                way_out="Please report this; on_error='eager' compiles the untouched graph meanwhile",
+            ) from error
+        changes.append(replace(change, elapsed_ms=(time.perf_counter() - start) * 1e3))
+    return tuple(changes)
+
+
+def key(pass_: Pass) -> str:
+    """A cache key of a pass: its fields and the text of the file that implements it."""
+    return f"{pass_!r}:{_file_hash(inspect.getfile(type(pass_)))}"
+
+
+@functools.lru_cache(maxsize=None)
+def _file_hash(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

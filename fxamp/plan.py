@@ -1,0 +1,361 @@
+"""(Captured, Policy) -> Plan: a format and a reason for every value of a graph. Pure data; edits nothing.
+
+One walk in program order. Each node's operands arrive in formats that are already decided; its class says which formats it
+wants; a call on fake tensors shows what comes out. A call that refuses, or whose result is not the traced one but for its
+format, makes the node KEEP its traced dtypes: no table is trusted beyond what the operation itself confirms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from fxamp import errors, formats, graph, optable
+from fxamp.capture import Captured, Facts
+from fxamp.optable import OpClass
+from fxamp.policy import Policy
+
+TRACED: Final = torch.float32
+"""The one traced dtype that fxamp lowers. Values that the user made narrower or wider stay as they are."""
+
+NUMERICS: Final = ("eager", "fast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens to one node."""
+
+    node: str
+    op: str | None
+    cls: OpClass
+    operands: tuple[torch.dtype | None, ...]
+    """For each operand, the dtype that its fp32-traced tensors must have on arrival; None: as they come."""
+    computes: str
+    """Short name of the format that the operation's floating operands have: "bf16", "fp32"; "-" if it has none."""
+    result: torch.dtype | None
+    """The dtype to cast the result to at once, None if it is handed on as computed."""
+    why: str
+    facts: Facts
+    value: Any = field(repr=False, compare=False)
+    """The fake value that the node computes in its new formats, before `result`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decisions for one variant of one graph."""
+
+    variant: str
+    """The precision planned for: "bf16"."""
+    low: torch.dtype
+    """The dtype of lowered values."""
+    decisions: MappingProxyType[str, Decision]
+    """By node name, for every call in the graph."""
+    outputs: tuple[torch.dtype | None, ...]
+    """For each output, the dtype to cast it to before it leaves; None: as it is."""
+    note: str
+    """Why the graph is planned as it is, where that is not the policy alone: "ambient autocast"; else ""."""
+
+    def digest(self) -> str:
+        """A key of everything in the plan that changes the rewritten graph, for caches; equal across processes."""
+        text = repr([self.variant, str(self.low), self.outputs])
+        text += "".join(f"{d.node}|{d.op}|{d.operands}|{d.result};" for d in self.decisions.values())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def num_low_ops(self) -> int:
+        """Operations of the LOW class that really run in the low format."""
+        return sum(d.cls is OpClass.LOW and d.computes == formats.name(self.low) for d in self.decisions.values())
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Short names of all formats that some operation computes in."""
+        return tuple(sorted({name for d in self.decisions.values() for name in d.computes.split("+")} - {"-"}))
+
+
+def plan(captured: Captured, policy: Policy, *, variant: str, output_dtype: Literal["traced", "low"] = "traced") -> Plan:
+    """Decides the format of every value of a graph for one precision.
+
+    Args: variant is a key of `formats.STORAGE`; output_dtype="low" lets outputs leave as they are computed.
+    """
+    if captured.ambient is not None:
+        note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
+        planner = _Planner(captured, Policy(), torch.float32, note)
+    else:
+        planner = _Planner(captured, policy, formats.STORAGE[variant], "")
+    return planner.plan(variant, output_dtype)
+
+
+class _Planner:
+    """The walk. `current` is what each node hands on, in the formats decided so far."""
+
+    def __init__(self, captured: Captured, policy: Policy, low: torch.dtype, note: str) -> None:
+        self.captured, self.policy, self.low, self.note = captured, policy, low, note
+        self.current: dict[fx.Node, Any] = {}
+        self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
+
+    def plan(self, variant: str, output_dtype: str) -> Plan:
+        decisions: dict[str, Decision] = {}
+        outputs: tuple[torch.dtype | None, ...] = ()
+        for node in self.captured.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.current[node] = graph.value_of(node)
+            elif node.op == "output":
+                outputs = tuple(self._output(x, output_dtype) for x in graph.operands(node))
+            else:
+                try:
+                    decision = self._decide(node)
+                except errors.FxampError:
+                    raise
+                except Exception as error:
+                    raise errors.StageFailed(
+                        f"planning {node.name} ({node.target}) failed: {error}",
+                        where=self.captured.facts[node.name].where or None,
+                        way_out="Please report this; on_error='eager' compiles the untouched graph meanwhile",
+                    ) from error
+                decisions[node.name] = decision
+                self.current[node] = (
+                    decision.value if decision.result is None else _retype(decision.value, decision.result)
+                )
+        return Plan(
+            variant=variant,
+            low=self.low,
+            decisions=MappingProxyType(decisions),
+            outputs=outputs,
+            note=self.note,
+        )
+
+    # ---- one node -----------------------------------------------------------------------------------------------------
+    def _decide(self, node: fx.Node) -> Decision:
+        facts = self.captured.facts[node.name]
+        cls, precision, why = self.policy.decide(facts.op, facts.module)
+        low = self.low if precision is None else formats.STORAGE[precision]
+        operands = list(graph.operands(node))
+        if facts.op in optable.METADATA:
+            return self._keep(node, facts, "reads the shape alone", casts=False)
+        if cls in (OpClass.KEEP, OpClass.HIGH):
+            return self._keep(node, facts, why, cls=cls)
+        obstacle = self._obstacle(node, facts, operands)
+        if obstacle is not None:
+            return self._keep(node, facts, obstacle)
+
+        wanted = self._wanted(facts.op, cls, low, operands)
+        pinned = self.captured.pinned.get(node.name)
+        if pinned is not None and cls is not OpClass.LOW:
+            return self._keep(node, facts, f"{why}; {pinned}")
+        if all(want is None or self._has(operand, want) for operand, want in zip(operands, wanted, strict=True)):
+            if not any(self._lowered(operand) for operand in operands):
+                return self._keep(node, facts, why, cls=cls)
+        value, refusal = self._try(node, operands, wanted)
+        if refusal is not None:
+            return self._keep(node, facts, f"{why}; {refusal}")
+        result = None
+        if pinned is not None:
+            if not isinstance(value, torch.Tensor):
+                return self._keep(node, facts, f"{why}; {pinned}")
+            result, why = TRACED if value.dtype != TRACED else None, f"{why}; result is fp32: {pinned}"
+        return Decision(
+            node=node.name,
+            op=facts.op,
+            cls=cls,
+            operands=wanted,
+            computes=self._format(operands, wanted),
+            result=result,
+            why=why,
+            facts=facts,
+            value=value,
+        )
+
+    def _keep(
+        self, node: fx.Node, facts: Facts, why: str, *, cls: OpClass = OpClass.KEEP, casts: bool = True
+    ) -> Decision:
+        """The node as it was traced: operands up to their traced dtypes, traced result."""
+        operands = list(graph.operands(node))
+        back = TRACED if casts else None
+        wanted = tuple(back if self._lowered(x) else None for x in operands)
+        computes = self._format(operands, tuple(back for _ in operands)) if casts else "-"
+        return Decision(
+            node=node.name,
+            op=facts.op,
+            cls=cls,
+            operands=wanted,
+            computes=computes,
+            result=None,
+            why=why,
+            facts=facts,
+            value=graph.value_of(node),
+        )
+
+    def _obstacle(self, node: fx.Node, facts: Facts, operands: list[fx.Node]) -> str | None:
+        """Why an operation of a lowering class must nevertheless keep its traced dtypes; None if nothing forbids it."""
+        if self.note:
+            return self.note
+        if facts.region == "opted_out":
+            return "inside autocast(enabled=False)"
+        if facts.region == "users":
+            return "inside an autocast region of the user's own, which PyTorch casts"
+        if node.kwargs.get("out") is not None:
+            return "writes into out="
+        if any(isinstance(a, torch.dtype) for a in (*tree_leaves(node.args), *tree_leaves(node.kwargs))):
+            return "names a dtype"
+        tensors = [t for x in (*operands, node) for t in graph.tensors_of(graph.value_of(x))]
+        for tensor in tensors:
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != TRACED:
+                return f"a value is {formats.name(tensor.dtype)} in the user's program"
+            if type(tensor) not in (FakeTensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+                return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
+        written = self.captured.pinned.get(node.name) if _is_write(node) else None
+        return f"in place: {written}" if written else None
+
+    def _wanted(
+        self, op: str | None, cls: OpClass, low: torch.dtype, operands: list[fx.Node]
+    ) -> tuple[torch.dtype | None, ...]:
+        """The dtype that each operand must arrive in, by the class of the operation."""
+        if cls is OpClass.LOW:
+            return tuple(low if self._is_float(x) else None for x in operands)
+        limit = optable.FOLLOWING_OPERANDS.get(op or "", len(operands))
+        # A 0-dim tensor takes part in an operation without deciding its dtype (torch's promotion rule).
+        deciding = [x for x in operands[:limit] if self._is_float(x) and not self._is_scalar(x)]
+        dtypes = {t.dtype for x in deciding for t in self._floats(x)}
+        if len(dtypes) == 1:
+            follow = next(iter(dtypes))
+        else:
+            follow = TRACED
+        back = [TRACED if self._lowered(x) else None for x in operands]
+        return tuple(
+            follow if x in deciding and i < limit else (None if self._is_scalar(x) else back[i])
+            for i, x in enumerate(operands)
+        )
+
+    def _try(
+        self, node: fx.Node, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]
+    ) -> tuple[Any, str | None]:
+        """(fake result, None), or (None, why the operation does not take these formats)."""
+        traced = graph.value_of(node)
+        values = iter([self._convert(x, want) for x, want in zip(operands, wanted, strict=True)])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: _Box(next(values)))
+        args, kwargs = _unbox(args), _unbox(kwargs)
+        with _fake_mode_of(traced, self.current, operands), torch.no_grad():
+            try:
+                value = _callable(node)(*args, **kwargs)
+            except Exception as error:  # anything the operation raises is its way to say no
+                return None, f"refuses {formats.name(self.low)}: {str(error).splitlines()[0][:80]}"
+        return value, _difference(value, traced)
+
+    def _convert(self, node: fx.Node, want: torch.dtype | None) -> Any:
+        if want is None or self._has(node, want):
+            return self.current[node]
+        key = (node, want)
+        if key not in self.converted:
+            self.converted[key] = _retype(self.current[node], want)
+        return self.converted[key]
+
+    # ---- questions ----------------------------------------------------------------------------------------------------
+    def _floats(self, node: fx.Node) -> list[torch.Tensor]:
+        """The tensors of a node's current value that were traced in fp32."""
+        traced = graph.tensors_of(graph.value_of(node))
+        now = graph.tensors_of(self.current[node])
+        return [b for a, b in zip(traced, now, strict=True) if a.dtype == TRACED]
+
+    def _is_float(self, node: fx.Node) -> bool:
+        return bool(self._floats(node))
+
+    def _is_scalar(self, node: fx.Node) -> bool:
+        value = self.current[node]
+        return isinstance(value, torch.Tensor) and value.dim() == 0
+
+    def _has(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        return all(t.dtype == dtype for t in self._floats(node))
+
+    def _lowered(self, node: fx.Node) -> bool:
+        return any(t.dtype != TRACED for t in self._floats(node))
+
+    def _format(self, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]) -> str:
+        names = {
+            formats.name(want or t.dtype)
+            for x, want in zip(operands, wanted, strict=True)
+            for t in self._floats(x)
+            if not (want is None and self._is_scalar(x))
+        }
+        return "+".join(sorted(names)) or "-"
+
+    def _output(self, node: fx.Node, output_dtype: str) -> torch.dtype | None:
+        if not self._lowered(node):
+            return None
+        return None if output_dtype == "low" else TRACED
+
+
+# ---- helpers without state ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Box:
+    """Keeps `fx.map_arg` from walking into a tuple that is one operand's value."""
+
+    value: Any
+
+
+def _unbox(arg: Any) -> Any:
+    if isinstance(arg, _Box):
+        return arg.value
+    if isinstance(arg, tuple) and hasattr(arg, "_fields"):
+        return type(arg)(*map(_unbox, arg))
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(map(_unbox, arg))
+    if isinstance(arg, dict):
+        return {key: _unbox(value) for key, value in arg.items()}
+    if isinstance(arg, slice):
+        return slice(_unbox(arg.start), _unbox(arg.stop), _unbox(arg.step))
+    return arg
+
+
+def _callable(node: fx.Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        return lambda first, *rest, **kwargs: getattr(first, str(node.target))(*rest, **kwargs)
+    assert callable(node.target), node.target
+    return node.target
+
+
+def _is_write(node: fx.Node) -> bool:
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") or (name.startswith("i") and "operator" in str(node.target))
+
+
+def _retype(value: Any, dtype: torch.dtype) -> Any:
+    """A value with its fp32 or lowered tensors in `dtype`; everything else in it stays."""
+    if isinstance(value, torch.Tensor):
+        return graph.retyped(value, dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_retype(v, dtype) for v in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_retype(v, dtype) for v in value)
+    return value
+
+
+def _difference(value: Any, traced: Any) -> str | None:
+    """Why a result is not the traced one up to the format of its fp32 tensors; None if it is."""
+    got, want = graph.tensors_of(value), graph.tensors_of(traced)
+    if len(got) != len(want) or type(value) is not type(traced) and not isinstance(traced, torch.Tensor):
+        return "its result in the low format has another structure"
+    for g, w in zip(got, want, strict=True):
+        if tuple(g.shape) != tuple(w.shape):
+            return "its result in the low format has another shape"
+        if g.dtype != w.dtype and not (w.dtype == TRACED and g.is_floating_point()):
+            return f"its result in the low format is {g.dtype}, traced {w.dtype}"
+    return None
+
+
+@contextlib.contextmanager
+def _fake_mode_of(traced: Any, current: dict[fx.Node, Any], operands: list[fx.Node]) -> Iterator[None]:
+    """The fake mode that a node was traced under; guards that a call would add to its shapes are dropped."""
+    tensors = graph.tensors_of([traced, *(current[x] for x in operands)])
+    mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))
+    shape_env = mode.shape_env
+    with mode, shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
+        yield

@@ -1,0 +1,13 @@
+"""Passes on the Dynamo graph, before autograd sees it. Their order is the tuple that `passes_for` returns."""
+
+from __future__ import annotations
+
+from fxamp.capture import Captured
+from fxamp.passes import Pass
+from fxamp.plan import Plan
+from fxamp.rewrite.lower import LowerOperations
+
+
+def passes_for(captured: Captured, plan: Plan) -> tuple[Pass, ...]:
+    """The passes that turn a captured graph into the planned one, in order."""
+    return (LowerOperations(plan, frozenset(captured.pinned)),)

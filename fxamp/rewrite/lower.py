@@ -1,0 +1,99 @@
+"""Carries out a Plan on a copy of the Dynamo graph: the casts before operations, behind results, and at the outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp import graph
+from fxamp.passes import Change
+from fxamp.plan import Decision, Plan
+
+
+@dataclass(frozen=True)
+class LowerOperations:
+    """Inserts the casts that a plan asks for.
+
+    requires: the graph that was planned, unedited.  changes: dtypes between operations.  keeps: inputs and outputs.
+
+        y: "f32[4, 8]" = linear(x, w)          x_1: "bf16[4, 8]" = aten.to(x, bf16);  w_1: ... = aten.to(w, bf16)
+        return y                          ->   y: "bf16[4, 8]" = linear(x_1, w_1)
+                                               y_1: "f32[4, 8]" = aten.to(y, f32)
+                                               return y_1
+    """
+
+    plan: Plan = field(repr=False)
+    pinned: frozenset[str] = field(repr=False)
+    """Nodes whose memory is written: a cast of one is never shared, since it is a snapshot."""
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        editor = _Editor(self.plan, self.pinned)
+        for node in list(gm.graph.nodes):
+            decision = self.plan.decisions.get(node.name)
+            if decision is not None:
+                editor.lower(node, decision)
+            elif node.op == "output":
+                editor.restore_outputs(node)
+        gm.recompile()
+        return Change(pass_name=type(self).__name__, num_added=editor.num_added)
+
+
+class _Editor:
+    def __init__(self, plan: Plan, pinned: frozenset[str]) -> None:
+        self.plan, self.pinned = plan, pinned
+        self.shared: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
+        self.num_added = 0
+
+    def lower(self, node: fx.Node, decision: Decision) -> None:
+        wanted, where = decision.operands, decision.facts.where
+        if any(want is not None for want in wanted):
+            graph.map_operands(
+                node,
+                lambda i, x: self._cast(x, wanted[i], node, decision.facts.mode_index, decision.why, where),
+            )
+        if decision.value is graph.value_of(node):
+            return
+        graph.set_value(node, decision.value)
+        if decision.result is not None:
+            cast = graph.insert_cast(
+                node, decision.result, before=graph.after(node), why=decision.why, where=decision.facts.where
+            )
+            self.num_added += 1
+            graph.replace(node, cast, except_in=frozenset((cast,)))
+
+    def restore_outputs(self, output: fx.Node) -> None:
+        wanted = self.plan.outputs
+        graph.map_operands(
+            output, lambda i, x: self._cast(x, wanted[i], output, -1, "an output keeps its traced dtype", "")
+        )
+
+    def _cast(
+        self, value: fx.Node, dtype: torch.dtype | None, user: fx.Node, mode_index: int, why: str, where: str
+    ) -> Any:
+        """`value` in `dtype`, for `user`: itself where it needs no cast, else a cast, else a rebuilt tuple of casts."""
+        held = graph.value_of(value)
+        if dtype is None or not _differs(held, dtype):
+            return value
+        if not isinstance(held, torch.Tensor):
+            parts = [self._part(value, i, user) for i in range(len(held))]
+            cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
+            return cast if isinstance(held, list) else tuple(cast)
+        key = (value, dtype, mode_index)
+        if key in self.shared:
+            return self.shared[key]
+        made = graph.insert_cast(value, dtype, before=user, why=why, where=where)
+        self.num_added += 1
+        if value.name not in self.pinned:
+            self.shared[key] = made
+        return made
+
+    def _part(self, value: fx.Node, index: int, user: fx.Node) -> fx.Node:
+        self.num_added += 1
+        return graph.insert_getitem(value, index, before=user)
+
+
+def _differs(held: Any, dtype: torch.dtype) -> bool:
+    return any(t.is_floating_point() and t.dtype != dtype for t in graph.tensors_of(held))
