@@ -15,8 +15,9 @@ from torch import fx
 
 from fxamp import capture, errors, formats, graph, legal, passes, plan, rewrite
 from fxamp.capture import Captured
-from fxamp.explain.record import GraphRecord, JointRecord, VariantRecord
+from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.report import Report
+from fxamp.joint.record import JointRecord
 from fxamp.options import Options
 from fxamp.plan import Plan
 from fxamp.run import cuda_graphs
@@ -125,12 +126,6 @@ class Amp:
             self._notes.append(text)
             warnings.warn(text, FxampWarning, stacklevel=2)
 
-    def reset(self) -> None:
-        """Forgets all graphs. torch._dynamo.reset() calls it, when it throws away what was compiled."""
-        self._graphs.clear()
-        self._notes.clear()
-        self._num_fallbacks = 0
-
     # ---- what people look at --------------------------------------------------------------------------------------------
     @property
     def graphs(self) -> tuple[GraphRecord, ...]:
@@ -155,7 +150,7 @@ class Amp:
 
         Raises: InvalidOption for what is no optimizer.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"attach() was given a {type(optimizer).__name__}", way_out="Give it the torch.optim.Optimizer itself"
             )

@@ -25,7 +25,7 @@ Region = Literal["none", "opted_out", "users"]
 _IN_PLACE_OPERATORS: Final = MappingProxyType(
     {
         getattr(operator, f"i{op}"): op
-        for op in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+        for op in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
     }
 )
 
@@ -39,9 +39,10 @@ class Facts:
     module: str
     """Path of the module it was called in, relative to the compiled module; "" at the top."""
     where: str
-    """The user's line: "train.py:33"; "" if Dynamo knows none."""
+    """The user's line, "train.py:33". Where only torch's own code calls (an nn.Sequential compiled by itself): the module,
+    "0 (Linear)". "" if Dynamo knows neither."""
     code: str
-    """The text of that line."""
+    """The text of that line; "" for a module."""
     region: Region
     mode_index: int
     """Counts the switches of grad mode and autocast before the node: a cast must not be shared across one."""
@@ -115,11 +116,11 @@ def name_of(node: fx.Node) -> str | None:
         return f"higher_order::{target.name()}"
     if target in _IN_PLACE_OPERATORS:
         return _canonical(_IN_PLACE_OPERATORS[target])
-    return _canonical(target.__name__) if _belongs_to_torch(target) else None
+    return _canonical(getattr(target, "__name__", "")) if _belongs_to_torch(target) else None
 
 
 def _belongs_to_torch(target: Any) -> bool:
-    if getattr(target, "__self__", None) is torch._C._VariableFunctions:
+    if getattr(target, "__self__", None) is torch._C._VariableFunctions:  # pyright: ignore[reportAttributeAccessIssue]
         return True
     module = getattr(target, "__module__", None) or ""
     return module == "torch" or module.startswith("torch.") or module == "_operator"
@@ -188,7 +189,9 @@ def source_line(node: fx.Node) -> tuple[str, str]:
     trace = node.meta.get("stack_trace") or ""
     frames = list(_FRAME.finditer(trace))
     if not frames:
-        return "", ""
+        stack = node.meta.get("nn_module_stack")
+        owner = list(stack.values())[-1][1] if stack else None
+        return (f"{_module_path(node)} ({getattr(owner, '__name__', owner)})".strip(), "") if owner else ("", "")
     users = [f for f in frames if "/torch/nn/" not in f["file"]] or frames
     return f"{users[-1]['file'].rsplit('/', 1)[-1]}:{users[-1]['line']}", users[-1]["code"].strip()
 
@@ -270,7 +273,7 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") or name in ("__setitem__",)
 
 
-def _asks_in_place(target: Callable[..., Any], node: fx.Node) -> bool:
+def _asks_in_place(target: Any, node: fx.Node) -> bool:
     """Is `inplace=True` among the arguments of a functional form, by name or by position?"""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])
@@ -278,7 +281,7 @@ def _asks_in_place(target: Callable[..., Any], node: fx.Node) -> bool:
     return position is not None and position < len(node.args) and node.args[position] is True
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _inplace_position(target: Callable[..., Any]) -> int | None:
     try:
         names = list(inspect.signature(target).parameters)

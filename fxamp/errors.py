@@ -50,7 +50,7 @@ class NeedsCaptured(FxampError, LookupError):
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownOption:
     """The error for a name that is not among `known`; suggests the nearest one."""
     names = list(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
+    near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return UnknownOption(f"unknown {kind} {name!r}", way_out=f"{hint}Known: {', '.join(names)}")
 

@@ -129,9 +129,9 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
         )
     joint = "val" in value.meta
     with before.graph.inserting_before(before):
-        node = before.graph.create_node(
-            "call_function", JOINT_CAST if joint else DYNAMO_CAST, (value, dtype), name=f"{value.name.rstrip('_')}_{formats.name(dtype)}"
-        )
+        target = JOINT_CAST if joint else DYNAMO_CAST
+        name = f"{value.name.rstrip('_')}_{formats.name(dtype)}"
+        node = before.graph.create_node("call_function", target, (value, dtype), name=name)
     mark = Cast(formats.name(source.dtype), formats.name(dtype), why, where)
     node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
     node.meta["custom"] = {**(before.meta.get("custom") or {}), MARK: asdict(mark)}

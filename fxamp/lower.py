@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -16,10 +16,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fxamp import graph, joint, legal, passes
-from fxamp.explain.record import JointRecord
+from fxamp import graph, joint, legal, passes, tf32
+from fxamp.joint.record import JointRecord
 from fxamp.passes import Change, Pass
-from fxamp.run import tf32
 
 Compiled = Callable[..., Any]
 
@@ -63,7 +62,7 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
     with functorch_config.patch(backward_pass_autocast="off"):
         if settings.lower == "aot_eager":
-            run = _aot_eager(gm, example_inputs, record)
+            run = _aot_eager(gm, example_inputs, settings, record)
         else:
             run = _inductor(gm, example_inputs, settings, record, digest)
     return Program(run=run, record=record)
@@ -123,12 +122,16 @@ def run_joint_passes(gm: fx.GraphModule) -> tuple[Change, ...]:
 
 
 # ---- aot_eager ----------------------------------------------------------------------------------------------------------
-def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], record: JointRecord) -> Compiled:
+def _aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, record: JointRecord
+) -> Compiled:
     """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def optimize(joint_gm: fx.GraphModule) -> None:
+        if not settings.joint_passes:
+            return
         for step, _ in _joint_steps(record):
             step(joint_gm)
         joint_gm.recompile()
@@ -175,6 +178,7 @@ def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, record: JointRecord, digest: str
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.output_code import CompiledFxGraph
 
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(settings.mode or "default"))
     patches["triton.cudagraphs"] = settings.cuda_graphs
@@ -188,17 +192,20 @@ def _inductor(
     if not settings.joint_passes:
         del patches["joint_custom_pre_pass"]
     if not settings.tf32:
-        return compile_fx(gm, list(example_inputs), config_patches=patches)
+        return cast(Compiled, compile_fx(gm, list(example_inputs), config_patches=patches))
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
         with tf32.enabled():
             code = compile_fx_inner(*args, **kwargs)
+        assert isinstance(code, CompiledFxGraph)
+        assert code.current_callable is not None
         code.current_callable = tf32.around(code.current_callable)
         return code
 
     # A hit in AOTAutograd's cache would hand out the code without the switch around it. Inductor's own cache still hits.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+        run = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+        return cast(Compiled, run)
 
 
 def _chained(steps: list[_InductorPass], theirs: Any) -> Any:

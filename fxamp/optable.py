@@ -66,10 +66,14 @@ MOVEMENT: Final = """
 
 ELEMENTWISE: Final = """
     relu relu6 leaky_relu gelu silu mish hardtanh hardswish hardsigmoid elu selu celu sigmoid logsigmoid tanh
-    tanhshrink softsign hardshrink softshrink glu threshold rrelu
-    add sub subtract mul multiply div divide true_divide truediv rsub neg negative abs absolute maximum minimum clamp
-    clip clamp_min clamp_max dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
-    sin cos lerp
+    tanhshrink softsign hardshrink softshrink glu threshold
+    add sub subtract mul multiply div divide true_divide rsub neg negative abs absolute maximum minimum clamp
+    clip clamp_min clamp_max sin cos lerp
+"""
+
+# A mask drawn in bf16 is another mask than the same seed gives in fp32, and drops at another rate.
+RANDOM: Final = """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout rrelu
 """
 
 POOLING: Final = """
@@ -81,6 +85,7 @@ _SOURCES: Final = (
     (OpClass.LOW, AUTOCAST_LOW, "autocast: lower-precision list"),
     (OpClass.HIGH, AUTOCAST_HIGH, "autocast: fp32 list"),
     (OpClass.HIGH, COMPOSITE_HIGH, "composite whose deciding part is on autocast's fp32 list"),
+    (OpClass.HIGH, RANDOM, "draws random numbers: the same seed gives the same mask in every precision"),
     (OpClass.WIDEST, AUTOCAST_WIDEST, "autocast: promote list"),
     (OpClass.WIDEST, BUILTIN_PROMOTION, "promotes by itself"),
     (OpClass.FOLLOW, MOVEMENT, "moves data"),

@@ -82,7 +82,7 @@ class Options:
         """Only what differs from the defaults, in the form of a call."""
         default = {f.name: f.default for f in fields(self)} | {"policy": Policy()}
         parts = [
-            f"{f.name}={str(value) if f.name == 'policy' else value!r}"
+            f"{f.name}={(str(value) if f.name == 'policy' else value)!r}"
             for f in fields(self)
             if (value := getattr(self, f.name)) != default[f.name]
         ]

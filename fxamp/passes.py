@@ -83,6 +83,6 @@ def key(pass_: Pass) -> str:
     return f"{pass_!r}:{_file_hash(inspect.getfile(type(pass_)))}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _file_hash(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

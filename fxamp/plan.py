@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
@@ -72,8 +72,10 @@ class Plan:
 
     @property
     def num_low_ops(self) -> int:
-        """Operations of the LOW class that really run in the low format."""
-        return sum(d.cls is OpClass.LOW and d.computes == formats.name(self.low) for d in self.decisions.values())
+        """Operations of the LOW class that really run in a lower format than they were traced in."""
+        return sum(
+            d.cls is OpClass.LOW and d.computes not in ("-", formats.name(TRACED)) for d in self.decisions.values()
+        )
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -151,9 +153,9 @@ class _Planner:
         pinned = self.captured.pinned.get(node.name)
         if pinned is not None and cls is not OpClass.LOW:
             return self._keep(node, facts, f"{why}; {pinned}")
-        if all(want is None or self._has(operand, want) for operand, want in zip(operands, wanted, strict=True)):
-            if not any(self._lowered(operand) for operand in operands):
-                return self._keep(node, facts, why, cls=cls)
+        satisfied = all(want is None or self._has(x, want) for x, want in zip(operands, wanted, strict=True))
+        if satisfied and not any(self._lowered(x) for x in operands):
+            return self._keep(node, facts, why, cls=cls)
         value, refusal = self._try(node, operands, wanted)
         if refusal is not None:
             return self._keep(node, facts, f"{why}; {refusal}")
@@ -198,6 +200,8 @@ class _Planner:
         """Why an operation of a lowering class must nevertheless keep its traced dtypes; None if nothing forbids it."""
         if self.note:
             return self.note
+        if not any(self._is_float(x) for x in operands):
+            return "has no fp32 operand"
         if facts.region == "opted_out":
             return "inside autocast(enabled=False)"
         if facts.region == "users":
@@ -225,10 +229,7 @@ class _Planner:
         # A 0-dim tensor takes part in an operation without deciding its dtype (torch's promotion rule).
         deciding = [x for x in operands[:limit] if self._is_float(x) and not self._is_scalar(x)]
         dtypes = {t.dtype for x in deciding for t in self._floats(x)}
-        if len(dtypes) == 1:
-            follow = next(iter(dtypes))
-        else:
-            follow = TRACED
+        follow = next(iter(dtypes)) if len(dtypes) == 1 else TRACED
         back = [TRACED if self._lowered(x) else None for x in operands]
         return tuple(
             follow if x in deciding and i < limit else (None if self._is_scalar(x) else back[i])
@@ -241,7 +242,7 @@ class _Planner:
         """(fake result, None), or (None, why the operation does not take these formats)."""
         traced = graph.value_of(node)
         values = iter([self._convert(x, want) for x, want in zip(operands, wanted, strict=True)])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: _Box(next(values)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: cast(Any, _Box(next(values))))
         args, kwargs = _unbox(args), _unbox(kwargs)
         with _fake_mode_of(traced, self.current, operands), torch.no_grad():
             try:
@@ -352,7 +353,7 @@ def _difference(value: Any, traced: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _fake_mode_of(traced: Any, current: dict[fx.Node, Any], operands: list[fx.Node]) -> Iterator[None]:
+def _fake_mode_of(traced: Any, current: dict[fx.Node, Any], operands: list[fx.Node]) -> Generator[None]:
     """The fake mode that a node was traced under; guards that a call would add to its shapes are dropped."""
     tensors = graph.tensors_of([traced, *(current[x] for x in operands)])
     mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))

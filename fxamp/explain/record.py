@@ -1,15 +1,8 @@
-"""What is kept of a compilation for people to read: every stage of every variant of every graph.
-
-On a warm start PyTorch's caches hand out compiled code without running a single joint pass. So what the joint passes saw
-and did is stored beside those caches, under the digest that is also part of their key, and read from there when asked for.
-"""
+"""What is kept of a compilation for people to read: every stage of every variant of every graph."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,65 +14,12 @@ from fxamp import errors, graph
 from fxamp.capture import Captured
 from fxamp.explain import text
 from fxamp.graph import Cast
+from fxamp.joint.record import JointRecord
 from fxamp.passes import Change
 from fxamp.plan import Plan
 
 Stage = Literal["captured", "plan", "dynamo", "joint_before", "joint"]
 STAGES: Final[tuple[Stage, ...]] = ("captured", "plan", "dynamo", "joint_before", "joint")
-
-
-@dataclass(kw_only=True)
-class JointRecord:
-    """The joint graph before and after fxamp's passes, filled while they run or read back from `path`."""
-
-    path: Path | None
-    """Where it is kept for warm starts; None if PyTorch's caches are off."""
-    before: fx.GraphModule | None = None
-    after: fx.GraphModule | None = None
-    changes: tuple[Change, ...] = ()
-    from_cache: bool = False
-
-    def save(self) -> None:
-        """Writes the record beside PyTorch's caches. A disk that refuses costs the dump of a later start, nothing else."""
-        if self.path is None or self.before is None or self.after is None:
-            return
-        data = pickle.dumps((_pack(self.before), _pack(self.after), self.changes))
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self.path)  # atomic: another process may be compiling the same graph
-
-    def load(self) -> None:
-        """Reads what an earlier process wrote, if the passes did not run in this one."""
-        if self.after is not None or self.path is None or not self.path.exists():
-            return
-        before, after, self.changes = pickle.loads(self.path.read_bytes())
-        self.before, self.after, self.from_cache = _unpack(before), _unpack(after), True
-
-
-_KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "nn_module_stack", "partitioner_tag"))
-
-
-def _pack(gm: fx.GraphModule) -> bytes:
-    from torch.fx._graph_pickler import GraphPickler, Options
-
-    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
-    return GraphPickler.dumps(gm, options)
-
-
-def _unpack(data: bytes) -> fx.GraphModule:
-    import warnings
-
-    from torch._subclasses import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch unpickles its own tree specs with a deprecated check
-        gm = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    assert isinstance(gm, fx.GraphModule)
-    return gm
 
 
 @dataclass(frozen=True, kw_only=True)

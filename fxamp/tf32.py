@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Final
 
 import torch
@@ -13,7 +13,7 @@ _SWITCHES: Final = (("cuda", "matmul"), ("cuda", "conv"))
 
 
 @contextlib.contextmanager
-def enabled() -> Iterator[None]:
+def enabled() -> Generator[None]:
     """fp32 matrix products and convolutions run as TF32 inside, and as before outside."""
     before = [torch._C._get_fp32_precision_getter(*switch) for switch in _SWITCHES]
     for switch in _SWITCHES:

@@ -1,0 +1,172 @@
+"""What people look at: dumps, diffs, the plan, the report; also after a warm start from PyTorch's caches."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from torch import nn
+
+import fxamp
+from fxamp import errors
+from fxamp.explain import text
+from tests.programs import Fn, mlp
+
+STAGES = ("captured", "plan", "dynamo", "joint_before", "joint")
+
+
+def inspected(**options):
+    model = Fn(lambda m, x: m.lin(x).softmax(-1), lin=nn.Linear(4, 4))
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager", **options)
+    torch.compile(model, backend=amp)(torch.ones(2, 4)).sum().backward()
+    return amp
+
+
+class Golden(expecttest.TestCase):
+    def test_the_plan(self):
+        lines = inspected().graphs[0].variants["bf16"].text("plan")
+        self.assertExpectedInline(
+            re.sub(r"\.py:\d+", ".py:#", lines),
+            """\
+# plan for bf16: 1 operations run in bf16
+node     operation  class  in    out   where                  reason
+linear   linear     low    bf16  bf16  test_inspecting.py:#  autocast: lower-precision list
+softmax  softmax    high   fp32  fp32  test_inspecting.py:#  autocast: fp32 list
+""",
+        )
+
+    def test_the_diff(self):
+        variant = inspected().graphs[0].variants["bf16"]
+        diff = "\n".join(line.strip() for line in variant.diff().splitlines() if line.startswith(("+", "-")))
+        self.assertExpectedInline(
+            diff,
+            """\
+--- captured
++++ dynamo
+-        linear: "f32[2, 4]" = torch._C._nn.linear(l_inputs_0_, l_self_modules_lin_parameters_weight_, l_self_modules_lin_parameters_bias_)
+-        softmax: "f32[2, 4]" = linear.softmax(-1)
++        l_inputs_0_bf16: "bf16[2, 4]" = torch.ops.aten.to.dtype(l_inputs_0_, torch.bfloat16)
++        l_self_modules_lin_parameters_weight_bf16: "bf16[4, 4]" = torch.ops.aten.to.dtype(l_self_modules_lin_parameters_weight_, torch.bfloat16)
++        l_self_modules_lin_parameters_bias_bf16: "bf16[4]" = torch.ops.aten.to.dtype(l_self_modules_lin_parameters_bias_, torch.bfloat16)
++        linear: "bf16[2, 4]" = torch._C._nn.linear(l_inputs_0_bf16, l_self_modules_lin_parameters_weight_bf16, l_self_modules_lin_parameters_bias_bf16)
++        linear_fp32: "f32[2, 4]" = torch.ops.aten.to.dtype(linear, torch.float32)
++        softmax: "f32[2, 4]" = linear_fp32.softmax(-1)""",
+        )
+
+    def test_the_report(self):
+        report = re.sub(r"\.py:\d+", ".py:#", str(inspected().report()))
+        self.assertExpectedInline(report, """""")
+
+
+def test_every_line_of_every_dump_says_its_dtype():
+    model = Fn(lambda m, x: torch.cat(m.lin(x).chunk(2)).max(-1), lin=nn.Linear(4, 4))
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    torch.compile(model, backend=amp)(torch.ones(2, 4)).values.sum().backward()
+    for stage in STAGES:
+        if stage == "plan":
+            continue
+        lines = amp.graphs[0].variants["bf16"].text(stage).splitlines()
+        assignments = [line for line in lines if re.match(r"\s+\w+(: .*)? = ", line)]
+        assert len(assignments) > 4
+        for line in assignments:
+            assert re.match(r'\s+\w+: "\(?(f32|bf16|i64|b8)\[', line), line
+
+
+def test_an_unknown_stage_lists_the_known():
+    with pytest.raises(errors.UnknownOption, match=r"unknown stage 'join'. Did you mean 'joint'\?"):
+        inspected().graphs[0].variants["bf16"].text("join")
+
+
+def test_eager_has_no_joint_graph():
+    amp = fxamp.Amp(precision="bf16", lower="eager")
+    torch.compile(mlp(4, 4), backend=amp)(torch.ones(2, 4))
+    variant = amp.graphs[0].variants["bf16"]
+    assert len(variant.casts) == 4
+    with pytest.raises(errors.NeedsCaptured, match="lower='eager' has none"):
+        variant.text("joint")
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        (torch.zeros(2, 3, dtype=torch.bfloat16), "bf16[2, 3]"),
+        ((torch.zeros(2), torch.zeros((), dtype=torch.int64)), "(f32[2], i64[])"),
+        (torch.zeros(1, dtype=torch.float8_e4m3fn), "f8e4m3[1]"),
+        (3, ""),
+    ],
+)
+def test_describe(value: object, want: str):
+    assert text.describe(value) == want
+
+
+def test_the_report_has_fields_for_programs():
+    report = inspected().report()
+    assert (report.precisions, report.formats, report.num_low_ops, report.num_fallbacks) == (("bf16",), ("bf16", "fp32"), 1, 0)
+    assert report.num_casts == len(report.graphs[0].variants["bf16"].casts) > 0
+
+
+PROGRAM = """
+import torch, fxamp
+from tests.programs import mlp
+amp = fxamp.Amp(precision="bf16")
+torch.manual_seed(0)
+torch.compile(mlp(8, 16, 4), backend=amp)(torch.randn(4, 8)).sum().backward()
+from torch._dynamo.utils import counters
+variant = amp.graphs[0].variants["bf16"]
+print("HITS", counters["aot_autograd"]["autograd_cache_hit"], variant.joint_record.from_cache)
+print(variant.text("joint_before")); print(variant.text("joint")); print(variant.joint_changes[0].pass_name)
+print(len(variant.casts)); print(variant.text("plan")); print(amp.report())
+"""
+
+
+def test_dumps_survive_a_warm_start(tmp_path: Path):
+    env = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    runs = []
+    for i in range(2):
+        env["FXAMP_DUMP"] = str(tmp_path / f"dump{i}")
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        runs.append(done.stdout.split("\n", 1))
+    assert runs[0][0] == "HITS 0 False", "the first run is cold: its passes ran"
+    assert runs[1][0] == "HITS 1 True", "the second is warm: no pass ran in it"
+    assert runs[0][1] == runs[1][1]
+    cold, warm = (sorted(p.relative_to(tmp_path / f"dump{i}") for p in (tmp_path / f"dump{i}").rglob("*.*")) for i in range(2))
+    assert cold == warm
+    assert {p.name for p in cold} == {
+        "0_captured.py", "1_plan.txt", "2_dynamo.py", "3_joint_before.py", "4_joint.py", "captured_to_dynamo.diff",
+    }  # fmt: skip
+    for path in cold:
+        assert (tmp_path / "dump0" / path).read_text() == (tmp_path / "dump1" / path).read_text()
+        assert (tmp_path / "dump0" / path).read_text().strip()
+
+
+def test_plans_that_differ_never_share_a_cache_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # alike in code, unlike in meta: PyTorch's cache keys would not tell them apart
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from torch._dynamo.utils import counters
+
+    model, x = mlp(4, 4), torch.ones(2, 4)
+    paths = set()
+    for policy in ({}, {"relu": "fp32"}, {"exp": "bf16"}):
+        torch._dynamo.reset()
+        counters.clear()
+        amp = fxamp.Amp(precision="bf16", policy=policy)
+        torch.compile(model, backend=amp)(x)
+        paths.add(amp.graphs[0].variants["bf16"].joint_record.path)
+    assert len(paths) == 1  # none of these rules changes a decision of this model: one plan, one entry
+    torch._dynamo.reset()
+    amp = fxamp.Amp(precision="bf16", policy={"linear": "fp32"})
+    torch.compile(model, backend=amp)(x)
+    assert amp.graphs[0].variants["bf16"].joint_record.path not in paths

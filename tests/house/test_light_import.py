@@ -1,0 +1,60 @@
+"""`import fxamp` is light: it pulls in neither Dynamo nor Inductor, and takes no time that a user would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.house.source import ROOT, plant, run_python
+
+HEAVY = ("torch._dynamo", "torch._inductor")
+LIMIT_S = 0.3  # `import torch` takes 2 to 3 s; a tenth of that goes unnoticed
+
+MEASURE = """
+import sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import fxamp
+print(time.perf_counter() - start, *set(sys.modules) - before)
+"""
+
+
+def violations(root: Path) -> list[str]:
+    """Measured in new processes: the best of three, as the first writes the bytecode and the machine has other work."""
+    runs = []
+    while len(runs) < 3 and min(runs, default=LIMIT_S) >= LIMIT_S:
+        seconds, *new = run_python(MEASURE, path=root).split()
+        runs.append(float(seconds))
+    heavy = sorted(module for module in new if f"{module}.".startswith(tuple(f"{name}." for name in HEAVY)))
+    found = [f"imports {', '.join(heavy)}"] if heavy else []
+    return found + ([f"takes {min(runs):.2f} s, allowed are {LIMIT_S} s"] if min(runs) >= LIMIT_S else [])
+
+
+def test_import_is_light():
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import torch._inductor.config", "imports torch._inductor, torch._inductor.config"),
+        ("import torch._dynamo", "imports torch._dynamo"),
+        ("import time; time.sleep(0.4)", "takes 0.4"),
+        ("import torch._early", ""),  # what torch has imported by then is not ours
+    ],
+)
+def test_planted_weight_is_found(tmp_path, text, message):
+    torch = {
+        "torch/__init__.py": "import torch._early",
+        "torch/_early.py": "import torch._dynamo.external",
+        "torch/_dynamo/__init__.py": "",
+        "torch/_dynamo/external.py": "",
+        "torch/_inductor/__init__.py": "",
+        "torch/_inductor/config.py": "",
+    }
+    if "_dynamo" in text:
+        torch["torch/_early.py"] = ""
+    plant(tmp_path, torch | {"fxamp/__init__.py": text})
+    assert message in "".join(violations(tmp_path))
+    assert bool(message) == bool(violations(tmp_path))

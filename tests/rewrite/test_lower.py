@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import expecttest
+import torch
+from torch import nn
+
+from fxamp import graph, legal, passes
+from fxamp.explain import text
+from fxamp.rewrite.lower import LowerOperations
+from tests.programs import Fn, planned, rewritten
+
+
+class Golden(expecttest.TestCase):
+    def test_a_linear_between_fp32_values(self):
+        gm = rewritten(lambda x, w: (x @ w).relu().exp(), torch.rand(4, 8), torch.rand(8, 2))
+        body = [line.strip() for line in text.code(gm).splitlines() if "torch.ops" in line or "@" in line or "." in line]
+        body = [line for line in body if line.startswith(("l_", "matmul", "relu", "exp")) and "(" in line or "@" in line]
+        self.assertExpectedInline(
+            "\n".join(line for line in body if not line.startswith("#")),
+            """\
+l_x_bf16: "bf16[4, 8]" = torch.ops.aten.to.dtype(l_x_, torch.bfloat16)
+l_w_bf16: "bf16[8, 2]" = torch.ops.aten.to.dtype(l_w_, torch.bfloat16)
+matmul: "bf16[4, 2]" = l_x_bf16 @ l_w_bf16
+relu: "bf16[4, 2]" = matmul.relu()
+relu_fp32: "f32[4, 2]" = torch.ops.aten.to.dtype(relu, torch.float32)
+exp: "f32[4, 2]" = relu_fp32.exp()""",
+        )
+
+
+def casts_of(fn, *inputs, **options) -> list[tuple[str, str]]:
+    return [(c.src, c.dst) for c in graph.own_casts(rewritten(fn, *inputs, **options))]
+
+
+def test_one_cast_serves_all_users_of_a_value():
+    assert casts_of(lambda a: a @ a + a.mm(a) @ a, torch.rand(4, 4)) == [("fp32", "bf16"), ("bf16", "fp32")]
+
+
+def test_no_cast_is_shared_across_a_switch_of_grad_mode():
+    def fn(a):
+        with torch.no_grad():
+            b = a @ a
+        return a.mm(a) + b
+
+    # under no_grad the cast has no gradient: the product outside must have one of its own
+    assert casts_of(fn, torch.rand(4, 4, requires_grad=True)).count(("fp32", "bf16")) == 2
+
+
+def test_a_cast_of_what_is_written_is_a_snapshot():
+    def fn(w, a):
+        before = a @ w
+        w.mul_(2)
+        return before, a.mm(w)
+
+    assert casts_of(fn, torch.rand(4, 4), torch.rand(4, 4)).count(("fp32", "bf16")) == 3
+
+
+def test_a_tuple_is_cast_part_by_part():
+    def fn(a, b):
+        return torch.cat([*(a @ a).chunk(2), b])
+
+    gm = rewritten(fn, torch.rand(4, 4), torch.rand(1, 4))
+    cat = next(n for n in gm.graph.nodes if n.target is torch.cat)
+    assert {str(graph.value_of(n).dtype) for n in graph.operands(cat)} == {"torch.float32"}
+
+    def whole(a, b):
+        return torch.block_diag(*(a @ a).chunk(2))
+
+    gm = rewritten(whole, torch.rand(4, 4), torch.rand(1, 4))
+    assert graph.own_casts(gm)[-1].dst == "fp32"
+
+
+def test_rewriting_is_idempotent():
+    model = Fn(lambda m, a: m.lin(a).relu(), lin=nn.Linear(4, 4))
+    captured, made = planned(model, torch.rand(2, 4))
+    gm = graph.clone(captured.gm)
+    first = LowerOperations(made, frozenset())(gm)
+    again = LowerOperations(made, frozenset())(gm)
+    assert first.num_added > 0
+    assert again.num_added == 0
+
+
+def test_the_result_is_legal():
+    captured, made = planned(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), torch.rand(2, 4))
+    gm = graph.clone(captured.gm)
+    check = legal.checker(legal.REWRITTEN, captured.gm)
+    changes = passes.run(gm, [LowerOperations(made, frozenset(captured.pinned))], check)
+    assert str(changes[0]).startswith("LowerOperations: +4 -0 nodes")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxamp import errors, graph, legal, passes
+from fxamp.passes import Change
+from tests.programs import planned, rewritten
+
+
+def gm_and_check():
+    captured, _ = planned(lambda a: (a @ a).exp(), torch.rand(2, 2))
+    return rewritten(lambda a: (a @ a).exp(), torch.rand(2, 2)), legal.checker(legal.REWRITTEN, captured.gm)
+
+
+def test_a_rewritten_graph_passes():
+    gm, check = gm_and_check()
+    check(gm)
+
+
+def test_an_output_that_changed_its_dtype_is_found():
+    gm, check = gm_and_check()
+    output = gm.graph.output_node()
+    cast = graph.insert_cast(output.all_input_nodes[0], torch.bfloat16, before=output, why="planted")
+    graph.map_operands(output, lambda _, x: cast)
+    with pytest.raises(errors.IllegalGraph, match=r"Dynamo rewrite has inputs and outputs .*bfloat16.* before it .*float32"):
+        check(gm)
+
+
+def test_a_cast_that_claims_another_dtype_is_found():
+    gm, check = gm_and_check()
+    cast = next(n for n in gm.graph.nodes if graph.own_cast(n) is not None)
+    graph.set_value(cast, graph.value_of(cast).to(torch.float16))
+    with pytest.raises(errors.IllegalGraph, match="casts torch.float32 to torch.bfloat16 but claims torch.float16"):
+        check(gm)
+
+
+def test_a_recorded_value_that_is_not_the_computed_one_is_found():
+    gm, check = gm_and_check()
+    cast = next(n for n in gm.graph.nodes if graph.own_cast(n) is not None)
+    graph.set_value(cast, graph.value_of(cast).view(4))
+    with pytest.raises(errors.IllegalGraph, match=r"recorded as torch.bfloat16\[4\], is torch.bfloat16\[2, 2\]"):
+        check(gm)
+
+
+class Breaks:
+    def __repr__(self) -> str:
+        return "Breaks()"
+
+    def __call__(self, gm: torch.fx.GraphModule) -> Change:
+        raise KeyError("lost")
+
+
+def test_a_pass_that_fails_is_named():
+    gm, check = gm_and_check()
+    with pytest.raises(errors.StageFailed) as caught:
+        passes.run(gm, [Breaks()], check)
+    assert str(caught.value) == (
+        "ERROR[StageFailed]: pass Breaks() failed: 'lost'. Please report this; on_error='eager' compiles the untouched graph "
+        "meanwhile"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import fxamp
+from fxamp import Options, errors
+
+FROZEN = (
+    "precision ladder policy regions scheduler scaling on_overflow relaxed numerics output_dtype mode lower cuda_graphs "
+    "stats on_error process_group"
+)
+"""A new option is a decision, not an accident: changing this line is where it is made."""
+
+
+def test_the_list_of_options_is_frozen():
+    assert [f.name for f in dataclasses.fields(Options)] == FROZEN.split()
+
+
+def test_every_option_is_documented():
+    source = inspect.getsource(Options)
+    for f in dataclasses.fields(Options):
+        declaration = source.index(f"\n    {f.name}: ")
+        assert source[declaration:].split("\n", 2)[2].lstrip().startswith('"""'), f.name
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"precison": "bf16"}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown option 'precison'. Did you mean 'precision'? Known: " + FROZEN.replace(" ", ", ")),
+        ({"precision": "bf17"}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown precision 'bf17'. Did you mean 'bf16'? Known: auto, fp32, tf32, bf16, fp16, fp8"),
+        ({"precision": 16}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown precision 16. Known: auto, fp32, tf32, bf16, fp16, fp8"),
+        ({"mode": "fast"}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown mode 'fast'. Known: None, default, reduce-overhead, max-autotune, "
+         "max-autotune-no-cudagraphs"),
+        ({"cuda_graphs": "always"}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown cuda_graphs 'always'. Known: auto, True, False, require"),
+        ({"lower": "eager", "mode": "max-autotune"}, errors.InvalidOption,
+         "ERROR[InvalidOption]: mode='max-autotune' is Inductor's, and lower='eager' does not use it. Leave mode out, or use "
+         "lower='inductor'"),
+        ({"lower": "aot_eager", "cuda_graphs": True}, errors.InvalidOption,
+         "ERROR[InvalidOption]: cuda_graphs=True needs Inductor, and lower='aot_eager' does not use it. Leave cuda_graphs "
+         "out, or use lower='inductor'"),
+        ({"precision": "bf16", "ladder": ("bf16", "fp32")}, errors.InvalidOption,
+         "ERROR[InvalidOption]: both precision='bf16' and ladder=('bf16', 'fp32') are given. A ladder names all precisions: "
+         "leave precision out"),
+        ({"precision": "fp16"}, errors.NotYet,
+         "ERROR[NotYet]: precision='fp16' is not implemented yet. It needs loss scaling, which has not landed. Use 'bf16', "
+         "or say scaling=None to run fp16 unprotected (inference, or gradients that you know to be in range)"),
+        ({"precision": "fp8"}, errors.NotYet,
+         "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
+        ({"ladder": ("bf16", "fp32")}, errors.NotYet,
+         "ERROR[NotYet]: ladder=('bf16', 'fp32') is not implemented yet. Give one precision"),
+        ({"scaling": 1024.0}, errors.NotYet,
+         "ERROR[NotYet]: scaling=1024.0 is not implemented yet. Leave it out, or say scaling=None"),
+        ({"stats": "full"}, errors.NotYet, "ERROR[NotYet]: stats='full' is not implemented yet. Leave it out"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exception], text: str):
+    with pytest.raises(error) as caught:
+        fxamp.Amp(**given)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("name", ["ladder", "regions", "scheduler", "relaxed", "process_group"])
+def test_what_has_not_landed_raises(name: str):
+    with pytest.raises(errors.NotYet, match=name):
+        fxamp.Amp(**{name: ("something",)})
+
+
+def test_options_read_as_a_call():
+    assert str(Options()) == "Amp()"
+    assert str(Options(precision="bf16", policy={"softmax": "bf16"})) == (  # pyright: ignore[reportArgumentType]
+        "Amp(precision='bf16', policy='autocast; op:softmax=bf16')"
+    )
+
+
+def test_modes_are_inductors():
+    from torch._inductor import list_mode_options
+
+    from fxamp.options import MODES
+
+    assert set(MODES) <= set(list_mode_options())
+
+
+def test_shared_is_one_amp_per_set_of_options():
+    assert fxamp.shared(precision="bf16") is fxamp.shared(precision="bf16")
+    assert fxamp.shared(precision="bf16") is not fxamp.shared(precision="fp32")
+    assert fxamp.shared() is fxamp.shared(precision="auto")

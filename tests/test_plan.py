@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxamp.optable import OpClass
+from tests.programs import Fn, decisions, planned
+
+x, y = torch.rand(4, 4), torch.rand(4, 4)
+
+
+def formats_of(fn, *inputs, **options) -> dict[str, str]:
+    return {op: d.computes for op, d in decisions(fn, *inputs, **options).items()}
+
+
+@pytest.mark.parametrize(
+    ("fn", "want"),
+    [
+        (lambda a: (a @ a).softmax(-1), {"matmul": "bf16", "softmax": "fp32"}),
+        (lambda a: (a @ a).relu() @ a, {"matmul": "bf16", "relu": "bf16"}),
+        (lambda a: (a @ a).t().reshape(-1)[1:].exp(), {"t": "bf16", "reshape": "bf16", "getitem": "bf16", "exp": "fp32"}),
+        (lambda a: a.relu() @ a, {"relu": "fp32", "matmul": "bf16"}),
+        (lambda a: (a @ a) + a, {"add": "fp32"}),
+        (lambda a: (a @ a) + (a @ a), {"add": "bf16"}),
+        (lambda a: (a @ a) * 2 + 1, {"mul": "bf16", "add": "bf16"}),
+        (lambda a: torch.cat([a @ a, a]), {"cat": "fp32"}),
+        (lambda a: torch.cat([a @ a, a @ a]), {"cat": "bf16"}),
+        (lambda a: torch.stack((a @ a).chunk(2)), {"chunk": "bf16", "stack": "bf16"}),
+        (lambda a: torch.cat((a @ a).split(2)), {"split": "bf16", "cat": "bf16"}),
+        (lambda a: torch.where(a > 0.5, a @ a, a), {"where": "fp32"}),
+        (lambda a: (a @ a).max(-1).values, {"max": "fp32"}),
+        (lambda a: (a @ a) > 0.25, {"gt": "fp32"}),
+        (lambda a: F.dropout(a @ a, 0.5), {"dropout": "fp32"}),
+    ],
+)  # fmt: skip
+def test_what_an_operation_computes_in(fn, want: dict[str, str]):
+    got = formats_of(fn, x)
+    assert {op: got[op] for op in want} == want
+
+
+def test_in_fp32_nothing_is_lowered():
+    for d in decisions(lambda a: (a @ a).softmax(-1), x, variant="fp32").values():
+        assert d.computes in ("fp32", "-")
+        assert not any(d.operands)
+
+
+def test_a_zero_dim_tensor_decides_nothing():
+    def fn(a, scale):
+        return (a @ a) * scale
+
+    assert formats_of(fn, x, torch.tensor(2.0))["mul"] == "bf16"
+    assert formats_of(fn, x, torch.tensor([2.0]))["mul"] == "bf16+fp32" or formats_of(fn, x, torch.ones(1))["mul"] == "fp32"
+
+
+def test_batch_norm_follows_with_its_input_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    d = decisions(model, torch.rand(2, 3, 4, 4))["batch_norm"]
+    assert d.operands == (torch.bfloat16, None, None, None, None)
+    assert d.value.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.int64, torch.complex64, torch.float16, torch.bfloat16])
+def test_other_types_are_never_lowered(other: torch.dtype):
+    z = torch.ones(4, 4).to(other)
+    for d in decisions(lambda a: (a @ a).t() + 1, z).values():
+        assert not any(d.operands)
+        assert (d.cls, d.why) == (OpClass.KEEP, "has no fp32 operand")
+
+
+def test_a_mixed_operation_keeps_its_traced_dtypes():
+    d = decisions(lambda a, b: (a @ a) + b, x, y.double())["add"]
+    assert d.cls is OpClass.KEEP
+    assert d.operands[0] == torch.float32
+    assert d.why.startswith("a value is f64 in the user's program")
+
+
+def test_an_opted_out_region_keeps_its_traced_dtypes():
+    def fn(a):
+        b = a @ a
+        with torch.autocast("cpu", enabled=False):
+            return b.mm(a)
+
+    d = decisions(fn, x)["mm"]
+    assert (d.cls, d.computes, d.why) == (OpClass.KEEP, "fp32", "inside autocast(enabled=False)")
+    assert d.operands == (torch.float32, None)
+
+
+def test_a_dtype_argument_is_an_observable():
+    d = decisions(lambda a: (a @ a).view(torch.int32), x)["view"]
+    assert (d.cls, d.why) == (OpClass.KEEP, "names a dtype")
+
+
+def test_what_is_written_is_fp32_from_birth():
+    def fn(a):
+        b = a @ a
+        b.add_(1)
+        return b.mm(a)
+
+    got = decisions(fn, x)
+    assert got["matmul"].computes == "bf16"
+    assert got["matmul"].result == torch.float32
+    assert got["add"].computes == "fp32"
+
+
+def test_outputs_go_back_to_their_traced_dtypes():
+    _, made = planned(lambda a: (a @ a, a + 1, (a @ a).exp()), x)
+    assert made.outputs == (torch.float32, None, None)
+
+
+def test_sizes_cause_no_cast():
+    def fn(a):
+        b = a @ a
+        return b.view(b.size(0) * 2, -1)
+
+    _, made = planned(torch.compile(fn, backend="eager", dynamic=True) and fn, x)
+    assert all(d.operands == (None,) for d in made.decisions.values() if d.op in ("size", "numel"))
+
+
+def test_an_operation_that_refuses_is_kept():
+    # prelu wants operands of one dtype on every device; einsum of one operand is a permutation: both take bf16. A custom
+    # rule that asks for what the operation cannot do is refused by the operation, not by a table.
+    d = decisions(lambda a: torch.linalg.inv(a), x, policy={"linalg_inv": "bf16", "op:linalg_inv": "bf16"})["linalg_inv"]
+    assert d.cls is OpClass.KEEP
+    assert "refuses" in d.why or "another" in d.why or "is torch" in d.why
+
+
+def test_rules_reach_operations_and_modules():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 4))
+    _, made = planned(model, x, policy={"softmax": "bf16", "2": "fp32"})
+    got = [(d.op, d.computes) for d in made.decisions.values()]
+    assert got == [("linear", "bf16"), ("softmax", "bf16"), ("linear", "fp32")]
+
+
+def test_a_rule_may_ask_for_a_format_of_its_own():
+    got = decisions(lambda a: (a @ a).mm(a), x, policy={"mm": "fp16"})
+    assert (got["matmul"].computes, got["mm"].computes) == ("bf16", "fp16")
+
+
+def test_every_decision_has_a_reason_and_a_line():
+    model = Fn(lambda m, a: m.norm(m.lin(a).relu()).sum(), lin=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    _, made = planned(model, x)
+    assert len(made.decisions) == 4
+    for d in made.decisions.values():
+        assert d.why
+        assert d.facts.where.startswith("test_plan.py:")
+
+
+def test_the_digest_sees_every_decision():
+    def digest(**options) -> str:
+        return planned(lambda a: (a @ a).softmax(-1), x, **options)[1].digest()
+
+    keys = [digest(), digest(variant="fp16"), digest(policy={"softmax": "bf16"}), digest(policy={"matmul": "fp32"})]
+    assert len(set(keys)) == 4
+    assert digest() == keys[0]
