@@ -53,20 +53,22 @@ class JointRecord:
 _KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "nn_module_stack", "partitioner_tag"))
 
 
-def _pack(gm: fx.GraphModule) -> bytes:
+def _pack(gm: fx.GraphModule) -> tuple[str, bytes]:
     from torch.fx._graph_pickler import GraphPickler, Options
 
     options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
-    return GraphPickler.dumps(gm, options)
+    return type(gm).__name__, GraphPickler.dumps(gm, options)
 
 
-def _unpack(data: bytes) -> fx.GraphModule:
+def _unpack(packed: tuple[str, bytes]) -> fx.GraphModule:
     from torch._subclasses import FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    name, data = packed
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch unpickles its own tree specs with a deprecated check
         gm = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
     assert isinstance(gm, fx.GraphModule)
+    type(gm).__name__ = name  # every GraphModule has a class of its own; dumps print its name
     return gm

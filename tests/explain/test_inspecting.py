@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import expecttest
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import fxamp
-from fxamp import errors
+from fxamp import errors, formats
 from fxamp.explain import text
 from tests.programs import Fn, mlp
 
@@ -29,6 +30,11 @@ def inspected(**options):
 
 
 class Golden(expecttest.TestCase):
+    def setUp(self) -> None:
+        patch = mock.patch.object(formats, "_cpu_flag", lambda *_: False)  # the same text on every CPU
+        patch.start()
+        self.addCleanup(patch.stop)
+
     def test_the_plan(self):
         lines = inspected().graphs[0].variants["bf16"].text("plan")
         self.assertExpectedInline(
@@ -61,7 +67,23 @@ softmax  softmax    high   fp32  fp32  test_inspecting.py:#  autocast: fp32 list
 
     def test_the_report(self):
         report = re.sub(r"\.py:\d+", ".py:#", str(inspected().report()))
-        self.assertExpectedInline(report, """""")
+        self.assertExpectedInline(report, """\
+fxamp: Amp(precision='bf16', lower='aot_eager')
+graphs
+┏━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━┳━━━━━┳━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ graph ┃ mode     ┃ runs in ┃ operations ┃ low ┃ casts ┃ CUDA graph ┃ first line            ┃
+┡━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━╇━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━┩
+│ 0     │ training │ bf16    │          2 │   1 │     7 │ no         │ test_inspecting.py:# │
+└───────┴──────────┴─────────┴────────────┴─────┴───────┴────────────┴───────────────────────┘
+operations
+┏━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ operation ┃ computes in ┃ count ┃ class ┃ why                            ┃
+┡━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ linear    │ bf16        │     1 │ low   │ autocast: lower-precision list │
+│ softmax   │ fp32        │     1 │ high  │ autocast: fp32 list            │
+└───────────┴─────────────┴───────┴───────┴────────────────────────────────┘
+- graph 0 (bf16): bf16 is emulated on cpu: no AVX512-BF16 or AMX instructions
+- graph 0 (bf16): CUDA graph: off (no CUDA graphs on cpu)""")
 
 
 def test_every_line_of_every_dump_says_its_dtype():
