@@ -21,6 +21,9 @@ from fxamp import errors, formats
 MARK: Final = "fxamp"
 """Key under `node.meta["custom"]` that says "this cast is ours". AOTAutograd carries it to forward and backward."""
 
+ROUNDS: Final = "fxamp_rounds"
+"""Key under `node.meta["custom"]` of a cast that the user wrote, whose rounding is part of the program."""
+
 DYNAMO_CAST: Final = torch.ops.aten.to.dtype
 JOINT_CAST: Final = torch.ops.prims.convert_element_type.default
 
@@ -71,6 +74,15 @@ def own_cast(node: fx.Node) -> Cast | None:
 def own_casts(gm: fx.GraphModule) -> tuple[Cast, ...]:
     """All casts of fxamp in a graph, in order."""
     return tuple(cast for node in gm.graph.nodes if (cast := own_cast(node)) is not None)
+
+
+def is_users_narrowing(node: fx.Node) -> bool:
+    """Is it, in the joint graph, a cast of the user's (or the gradient of one) that loses values?"""
+    if node.target is not JOINT_CAST or not (node.meta.get("custom") or {}).get(ROUNDS):
+        return False
+    source, result = value_of(node.all_input_nodes[0]), value_of(node)
+    both_float = source.is_floating_point() and result.is_floating_point()
+    return both_float and not formats.is_lossless(source.dtype, result.dtype)
 
 
 # ---- copying ----------------------------------------------------------------------------------------------------------
@@ -134,7 +146,8 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
         node = before.graph.create_node("call_function", target, (value, dtype), name=name)
     mark = Cast(formats.name(source.dtype), formats.name(dtype), why, where)
     node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
-    node.meta["custom"] = {**(before.meta.get("custom") or {}), MARK: asdict(mark)}
+    theirs = {key: value for key, value in (before.meta.get("custom") or {}).items() if key != ROUNDS}
+    node.meta["custom"] = {**theirs, MARK: asdict(mark)}
     node.meta["val" if joint else "example_value"] = retyped(source, dtype)
     return node
 
@@ -177,6 +190,16 @@ def set_value(node: fx.Node, value: Any) -> None:
 def set_meta(node: fx.Node, facts: Mapping[str, object]) -> None:
     """Adds facts for the compiler (such as `recompute`) to a node."""
     node.meta.update(facts)
+
+
+def annotate(node: fx.Node, key: str, value: object) -> None:
+    """Adds a fact that AOTAutograd carries to the forward and backward nodes which it makes of a Dynamo node."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
+
+
+def retarget(node: fx.Node, target: Callable[..., Any]) -> None:
+    """Lets a node call another function with the same operands."""
+    node.target = target
 
 
 def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

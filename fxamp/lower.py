@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxamp import graph, joint, legal, passes, tf32
 from fxamp.joint.record import JointRecord
-from fxamp.passes import Change, Pass
+from fxamp.passes import Pass
 
 Compiled = Callable[..., Any]
 
@@ -69,9 +69,6 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
 
 
 # ---- the joint passes ---------------------------------------------------------------------------------------------------
-_JOINT_PASSES: Final[tuple[Pass, ...]] = (*joint.REPAIRS, *joint.EXACT)
-
-
 class _Begin:
     """Takes the picture before the first pass, and starts the checks against it."""
 
@@ -106,19 +103,11 @@ class _End:
         self.record.save()
 
 
-def _joint_steps(record: JointRecord) -> list[tuple[Callable[[fx.GraphModule], None], str]]:
+def _joint_steps(record: JointRecord, settings: Settings) -> list[tuple[Callable[[fx.GraphModule], None], str]]:
     """(step, cache key) for everything that runs on the joint graph, in order."""
-    steps = [(_Step(record, p), passes.key(p)) for p in _JOINT_PASSES]
+    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
+    steps = [(_Step(record, p), passes.key(p)) for p in chosen]
     return [(_Begin(record), "begin"), *steps, (_End(record), "end")]
-
-
-def run_joint_passes(gm: fx.GraphModule) -> tuple[Change, ...]:
-    """Runs all joint passes on a joint graph, in place, with their checks."""
-    record = JointRecord(path=None)
-    for step, _ in _joint_steps(record):
-        step(gm)
-    gm.recompile()
-    return record.changes
 
 
 # ---- aot_eager ----------------------------------------------------------------------------------------------------------
@@ -132,7 +121,7 @@ def _aot_eager(
     def optimize(joint_gm: fx.GraphModule) -> None:
         if not settings.joint_passes:
             return
-        for step, _ in _joint_steps(record):
+        for step, _ in _joint_steps(record, settings):
             step(joint_gm)
         joint_gm.recompile()
 
@@ -186,7 +175,7 @@ def _inductor(
         patches["triton.cudagraph_or_error"] = True
     if settings.keeps_roundings:
         patches["emulate_precision_casts"] = True
-    steps = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in _joint_steps(record)]
+    steps = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in _joint_steps(record, settings)]
     theirs = inductor_config.joint_custom_pre_pass
     patches["joint_custom_pre_pass"] = _chained(steps, theirs)
     if not settings.joint_passes:

@@ -81,7 +81,7 @@ def test_the_joint_passes_run_under_aot_eager():
     torch.compile(mlp(8, 8, 8), backend=amp)(torch.randn(2, 8)).sum().backward()
     variant = amp.graphs[0].variants["bf16"]
     assert [c.pass_name for c in variant.joint_changes] == [
-        "SaveReadsOfMutated", "CancelCasts", "ShareCasts", "DropDeadCasts",
+        "SaveReadsOfMutated", "KeepRoundings", "CancelCasts", "ShareCasts", "DropDeadCasts",
     ]  # fmt: skip
     targets = {str(n.target) for n in variant.joint.graph.nodes}
     assert "aten.mm.default" in targets

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import fxamp
-from tests.programs import mlp, relative_error
+from tests.programs import relative_error
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -18,24 +19,31 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def smooth(width: int) -> nn.Module:
+    """No ReLU: where bf16 flips one, a gradient differs by a whole row, and a bound says nothing."""
+    return nn.Sequential(nn.Linear(8, width), nn.GELU(), nn.Linear(width, 2))
+
+
 @pytest.fixture(params=["inductor", "aot_eager"])
 def pair(request: pytest.FixtureRequest, device: str):
     """(compiled model, its eager twin)."""
-    model = mlp(8, 16, 2).to(device)
+    model = smooth(16).to(device)
     return torch.compile(model, backend=fxamp.Amp(precision="bf16", lower=request.param)), copy.deepcopy(model)
 
 
 def test_accumulate_over_four_micro_batches(pair, device: str):
-    compiled, twin = pair
-    x = torch.randn(32, 8, device=device)
+    compiled, _ = pair
+    parameters = list(compiled.parameters())
+    parts = torch.randn(32, 8, device=device).chunk(4)
     for _ in range(3):  # three steps: CUDA graphs record in the second
-        compiled.zero_grad(), twin.zero_grad()
-        for part in x.chunk(4):
-            (compiled(part).pow(2).sum() / 32).backward()
-        (twin(x).pow(2).sum() / 32).backward()
-        for p, q in zip(compiled.parameters(), twin.parameters(), strict=True):
+        apart = [torch.autograd.grad(compiled(x).pow(2).sum(), parameters) for x in parts]
+        want = [a + b + c + d for a, b, c, d in zip(*apart, strict=True)]  # the order in which .grad adds them up
+        compiled.zero_grad()
+        for x in parts:
+            compiled(x).pow(2).sum().backward()
+        for p, w in zip(parameters, want, strict=True):
             assert p.grad.dtype == torch.float32
-            assert relative_error(p.grad, q.grad) < 4e-2
+            assert torch.equal(p.grad, w)
 
 
 def test_keep_all_losses_and_outputs(pair, device: str):
@@ -79,8 +87,11 @@ def test_two_optimizers_and_no_zero_grad(pair, device: str):
         assert relative_error(p, q) < 4e-2
 
 
-def test_retain_graph_and_two_backwards(pair, device: str):
-    compiled, twin = pair
+def test_retain_graph_and_two_backwards(device: str):
+    # A width of its own: a backward that AOTAutograd's cache kept from a loop without retain_graph refuses to be retained,
+    # in stock PyTorch as well.
+    model = smooth(12).to(device)
+    compiled, twin = torch.compile(model, backend=fxamp.Amp(precision="bf16")), copy.deepcopy(model)
     x = torch.randn(4, 8, device=device)
     for model in (compiled, twin):
         out = model(x)
@@ -93,7 +104,7 @@ def test_retain_graph_and_two_backwards(pair, device: str):
 @pytest.mark.gpu
 def test_inference_replays_as_a_cuda_graph():
     amp = fxamp.Amp(precision="bf16")
-    model = mlp(8, 16, 2).cuda()
+    model = smooth(16).cuda()
     compiled = torch.compile(model, backend=amp)
     with torch.no_grad():
         for _ in range(4):
@@ -122,5 +133,5 @@ def test_tf32_is_set_for_fxamps_graphs_alone():
         errors[precision] = relative_error(out, exact), relative_error(grad, x.double().T @ (2 * exact))
         assert relative_error(x @ w, exact) < 1e-5, "the switch leaked"
     assert max(errors["fp32"]) < 1e-5
-    assert 1e-5 < min(errors["tf32"])
+    assert min(errors["tf32"]) > 1e-5
     assert max(errors["tf32"]) < 2e-3

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import Final
 
+from fxamp import _patches
 from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
-from fxamp.joint.repair import SaveReadsOfMutated
+from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
 from fxamp.passes import Pass
 
-REPAIRS: Final[tuple[Pass, ...]] = (SaveReadsOfMutated(),)
+
+def repairs(*, keeps_roundings: bool) -> tuple[Pass, ...]:
+    """Repairs of upstream faults. `keeps_roundings`: the user's program narrows, and wants its roundings."""
+    return (
+        SaveReadsOfMutated(),
+        KeepRoundings(keeps_roundings and _patches.roundings_need_an_op()),
+    )
+
 
 EXACT: Final[tuple[Pass, ...]] = (
     CancelCasts(),  # before ShareCasts: fewer casts to key, and what a round trip fed reads the original value

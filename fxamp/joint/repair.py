@@ -1,4 +1,4 @@
-"""Repairs of upstream faults that work on the joint graph. `fxamp/_patches.py` says what each is for."""
+"""Repairs of upstream faults that work on the joint graph. `fxamp/_patches.py` says what each is for and when it can go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxamp import graph
+from fxamp import graph, ops  # noqa: F401  (registers fxamp::round_to)
 from fxamp.passes import Change
 
 
@@ -36,6 +36,27 @@ class SaveReadsOfMutated:
                 if reader in needed and "recompute" not in reader.meta:
                     graph.set_meta(reader, {"recompute": CheckpointPolicy.MUST_SAVE})
                     num_marked += 1
+        return Change(pass_name=type(self).__name__, num_marked=num_marked)
+
+
+@dataclass(frozen=True)
+class KeepRoundings:
+    """Makes the user's narrowing casts opaque where Inductor would drop their rounding (`hidden-rounding`).
+
+    requires: joint graph, casts marked by `rewrite.roundings`.  changes: a target.  keeps: every value, as eager computes it.
+
+        h: "f16[B]" = cast(x, f16)                 h: "f16[B]" = fxamp.round_to(x, f16)
+        y: "f32[B]" = cast(h, f32)          ->     y: "f32[B]" = cast(h, f32)
+    """
+
+    on: bool
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_marked = 0
+        for node in list(gm.graph.nodes) if self.on else ():
+            if graph.is_users_narrowing(node):
+                graph.retarget(node, torch.ops.fxamp.round_to.default)
+                num_marked += 1
         return Change(pass_name=type(self).__name__, num_marked=num_marked)
 
 

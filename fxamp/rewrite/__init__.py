@@ -6,8 +6,12 @@ from fxamp.capture import Captured
 from fxamp.passes import Pass
 from fxamp.plan import Plan
 from fxamp.rewrite.lower import LowerOperations
+from fxamp.rewrite.roundings import MarkRoundings
 
 
 def passes_for(captured: Captured, plan: Plan) -> tuple[Pass, ...]:
     """The passes that turn a captured graph into the planned one, in order."""
-    return (LowerOperations(plan, frozenset(captured.pinned)),)
+    return (
+        MarkRoundings(captured.facts),  # before LowerOperations: it knows the nodes of the captured graph by name
+        LowerOperations(plan, frozenset(captured.pinned)),
+    )

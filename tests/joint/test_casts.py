@@ -97,7 +97,7 @@ def test_dead_casts_go():
 
 
 def test_the_order_of_passes():
-    assert [type(p).__name__ for p in (*joint.REPAIRS, *joint.EXACT)] == [
-        "SaveReadsOfMutated", "CancelCasts", "ShareCasts", "DropDeadCasts",
+    assert [type(p).__name__ for p in (*joint.repairs(keeps_roundings=True), *joint.EXACT)] == [
+        "SaveReadsOfMutated", "KeepRoundings", "CancelCasts", "ShareCasts", "DropDeadCasts",
     ]  # fmt: skip
     assert joint.RELAXED == ()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fxamp
 from tests.programs import Fn, pull, relative_error
 
 
@@ -41,3 +42,32 @@ def test_upstream_still_wrong():
     """When this fails, PyTorch is repaired: delete SaveReadsOfMutated and its entry in _patches.py."""
     model = counting(view=False)
     assert relative_error(gradients(model, backend="inductor"), gradients(model)) > 0.1
+
+
+def test_on_old_versions_the_users_casts_become_opaque(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxamp._patches.roundings_need_an_op", lambda: True)
+
+    def fn(m, x):
+        return (m.lin(x).half() * 2).float()
+
+    model = Fn(fn, lin=nn.Linear(8, 8))
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    x = torch.randn(4, 8)
+    pull(torch.compile(model, backend=amp)(x))
+    targets = [str(n.target) for n in amp.graphs[0].variants["bf16"].joint.graph.nodes]
+    # down to fp16 in the forward, and in the backward, where the gradient of the way up goes down
+    assert targets.count("fxamp.round_to.default") == 2
+    got = model.lin.weight.grad.clone()
+    model.zero_grad()
+    pull(model(x))
+    assert relative_error(got, model.lin.weight.grad) < 2e-2
+
+
+def test_the_opaque_rounding_is_what_a_cast_is():
+    x = torch.tensor([1e5, 1 / 3, -0.0, float("nan")])
+    for dtype in (torch.float16, torch.bfloat16):
+        got = torch.ops.fxamp.round_to(x, dtype)
+        assert got.dtype == dtype
+        assert torch.equal(got.nan_to_num(7), x.to(dtype).nan_to_num(7))
+    finite = torch.randn(4)  # opcheck compares with allclose, for which NaN is unequal to itself
+    torch.library.opcheck(torch.ops.fxamp.round_to.default, (finite, torch.float16))
