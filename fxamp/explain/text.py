@@ -27,19 +27,60 @@ _SHORT: Final = MappingProxyType({
 
 
 def code(gm: fx.GraphModule) -> str:
-    """The graph as Python that could be run, each line with the dtype and shape of what it yields."""
+    """The graph as Python that could be run, each line with the dtype and shape of what it yields.
+
+    Inputs are called by the path of the parameter or the user's variable: `up_weight`, not
+    `l_self_modules_up_parameters_weight_`.
+    """
     values = {node.name: graph.value_of(node) for node in gm.graph.nodes}
-    values |= {str(node.target): graph.value_of(node) for node in gm.graph.nodes if node.op == "placeholder"}
 
     def annotate(match: re.Match[str]) -> str:
-        value = values.get(match["name"])
-        label = describe(value)
+        label = describe(values.get(match["name"]))
         return f'{match["indent"]}{match["name"]}: "{label}" = ' if label else match[0]
 
     text = gm.print_readable(print_output=False)
     text = _RELEASE.sub("", text)
     text = _NO_TRACE.sub("", _ANNOTATION.sub("# ", text))
-    return _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
+    text = _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
+    names = _short_names(gm)
+    text = "\n".join(line for line in text.split("\n") if not _is_alias(line, names))
+    text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+    return _SIGNATURE.sub(_one_argument_a_line, text)
+
+
+_SIGNATURE: Final = re.compile(r'^( +def forward\(self), (\w+: "[^"]*"(?:, \w+: "[^"]*")*)\):', re.MULTILINE)
+_DYNAMO_WORDS: Final = re.compile(r"(?:^|(?<=_))(?:modules|parameters|buffers)_")
+
+
+def _short_names(gm: fx.GraphModule) -> dict[str, str]:
+    """Dynamo's name of each input, and of each cast of one -> a name that the user knows; unchanged where two would clash."""
+    taken = {node.name for node in gm.graph.nodes}
+    names: dict[str, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if not str(node.target).startswith("L_"):
+            continue
+        short = node.name.removeprefix("l_").removeprefix("self_").rstrip("_")
+        short = _DYNAMO_WORDS.sub("", short)
+        short = f"_{short}" if short[:1].isdigit() else short
+        stem = node.name.rstrip("_")
+        casts = [other.name for other in gm.graph.nodes if other.name.startswith(f"{stem}_") and other is not node]
+        wanted = {node.name: short, str(node.target): short} | {c: short + c.removeprefix(stem) for c in casts}
+        if not short or taken & set(wanted.values()):
+            continue
+        taken |= set(wanted.values())
+        names |= wanted
+    return names
+
+
+def _is_alias(line: str, names: dict[str, str]) -> bool:
+    """Dynamo's `l_x_ = L_x_`, which says nothing once both have one name."""
+    left, _, right = line.partition(" = ")
+    return right in names and names[right] == names.get(left.strip().partition(":")[0])
+
+
+def _one_argument_a_line(match: re.Match[str]) -> str:
+    arguments = match[2].replace('", ', '",\n            ')
+    return f"{match[1]},\n            {arguments},\n    ):"
 
 
 def _merge_repeated_comments(text: str) -> str:
