@@ -77,7 +77,9 @@ class Amp:
             return _compile_untouched(untouched, example_inputs, chosen)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-        captured = capture.capture(gm, example_inputs)
+        shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
+        normalized = passes.run(normal, rewrite.NORMALIZE, legal.checker(legal.REWRITTEN, gm))
+        captured = capture.capture(normal, example_inputs)
         precision, notes = _precision_on(captured.device, options.precision)
         made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
         if made.note:
@@ -103,15 +105,16 @@ class Amp:
         )
         record = VariantRecord(
             precision=precision,
+            shown=shown,
             captured=captured,
             plan=made,
             dynamo=graph.forget_inputs(rewritten),
-            changes=changes,
+            changes=(*normalized, *changes),
             joint_record=joint_record,
             notes=(*notes, str(replay)),
         )
         graph.forget_inputs(captured.gm)
-        self._keep(GraphRecord(index=len(self._graphs), captured_facts=captured, variants={precision: record}))
+        self._keep(GraphRecord(index=len(self._graphs), captured=shown, trains=captured.trains, variants={precision: record}))
         return run
 
     def _keep(self, record: GraphRecord) -> None:

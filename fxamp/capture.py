@@ -81,7 +81,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     nodes = list(pristine.graph.nodes)
     device = _device(example_inputs, nodes)
     outputs = list(graph.operands(nodes[-1]))
-    groups = {node: _storages(node) for node in nodes}
+    groups = {node: graph.storages(node) for node in nodes}
     inputs = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in groups[node]}
     left = Counter(key for node in outputs for key in groups[node])
     floats = [t.dtype for node in nodes for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()]
@@ -207,23 +207,12 @@ def _roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterable[tuple[
 
 
 # ---- aliasing and mutation --------------------------------------------------------------------------------------------
-def _storages(node: fx.Node) -> frozenset[int]:
-    """Keys of the memory that a node's value lies in; views of one tensor have the same key."""
-    keys: set[int] = set()
-    for tensor in graph.tensors_of(graph.value_of(node)):
-        try:
-            keys.add(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            keys.add(id(tensor))  # sparse and the like have no storage; they are never lowered either
-    return frozenset(keys)
-
-
 def _pinned(
     nodes: Sequence[fx.Node], groups: dict[fx.Node, frozenset[int]], left: Counter[int]
 ) -> dict[str, str]:
     reasons: dict[int, str] = {}
     for node in nodes:
-        for written in _written(node):
+        for written in writes(node):
             for key in groups[written]:
                 reasons.setdefault(key, f"its memory is written by {node.name}")
         if any(tensor._version > 0 for tensor in graph.tensors_of(graph.value_of(node))):
@@ -239,7 +228,7 @@ def _pinned(
     }
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def writes(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory a node writes, or may write."""
     out = node.kwargs.get("out")
     written = _nodes_in(out)
@@ -277,12 +266,13 @@ def _asks_in_place(target: Any, node: fx.Node) -> bool:
     """Is `inplace=True` among the arguments of a functional form, by name or by position?"""
     if "inplace" in node.kwargs:
         return bool(node.kwargs["inplace"])
-    position = _inplace_position(target)
+    position = inplace_position(target)
     return position is not None and position < len(node.args) and node.args[position] is True
 
 
 @functools.cache
-def _inplace_position(target: Callable[..., Any]) -> int | None:
+def inplace_position(target: Callable[..., Any]) -> int | None:
+    """Where among its positional arguments a function takes `inplace`; None if it does not."""
     try:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):  # builtins have no signature; their in-place forms have names with an underscore

@@ -6,14 +6,16 @@ Two kinds of graph pass through: Dynamo's (torch functions, `meta["example_value
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from fxamp import errors, formats
@@ -83,6 +85,69 @@ def is_users_narrowing(node: fx.Node) -> bool:
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
     both_float = source.is_floating_point() and result.is_floating_point()
     return both_float and not formats.is_lossless(source.dtype, result.dtype)
+
+
+def storages(node: fx.Node) -> frozenset[int]:
+    """Keys of the memory that a node's value lies in; views of one tensor have the same key."""
+    keys: set[int] = set()
+    for tensor in tensors_of(value_of(node)):
+        try:
+            keys.add(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            keys.add(id(tensor))  # sparse and the like have no storage; they are never lowered either
+    return frozenset(keys)
+
+
+def difference(value: Any, traced: Any, *, format_of: torch.dtype | None = None) -> str | None:
+    """Why a computed value is not the traced one; None if it is. Tensors traced in `format_of` may have another format."""
+    got, want = tensors_of(value), tensors_of(traced)
+    if len(got) != len(want) or (type(value) is not type(traced) and not isinstance(traced, torch.Tensor)):
+        return "its result has another structure"
+    for g, w in zip(got, want, strict=True):
+        if tuple(g.shape) != tuple(w.shape):
+            return "its result has another shape"
+        if g.dtype != w.dtype and not (w.dtype == format_of and g.is_floating_point()):
+            return f"its result is {formats.name(g.dtype)}, traced {formats.name(w.dtype)}"
+    return None
+
+
+# ---- calling on fake tensors ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Box:
+    """Keeps `fx.map_arg` from walking into a tuple that is one operand's value."""
+
+    value: Any
+
+
+def _unbox(arg: Any) -> Any:
+    if isinstance(arg, _Box):
+        return arg.value
+    if isinstance(arg, tuple) and hasattr(arg, "_fields"):
+        return type(arg)(*map(_unbox, arg))
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(map(_unbox, arg))
+    if isinstance(arg, dict):
+        return {key: _unbox(value) for key, value in arg.items()}
+    if isinstance(arg, slice):
+        return slice(_unbox(arg.start), _unbox(arg.stop), _unbox(arg.step))
+    return arg
+
+
+def call_on_fakes(node: fx.Node, values: Sequence[Any]) -> Any:
+    """What a Dynamo node gives for these values of its operands. Raises whatever the operation raises.
+
+    Guards that the call would add to symbolic shapes are dropped: the traced call has added them already.
+    """
+    rest = iter(values)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: cast(Any, _Box(next(rest))))
+    args, kwargs = _unbox(args), _unbox(kwargs)
+    mode = next(t.fake_mode for t in tensors_of([value_of(node), *values]) if isinstance(t, FakeTensor))
+    quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+    with mode, quiet, torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target), node.target
+        return node.target(*args, **kwargs)
 
 
 # ---- copying ----------------------------------------------------------------------------------------------------------
@@ -197,9 +262,14 @@ def annotate(node: fx.Node, key: str, value: object) -> None:
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
 
 
-def retarget(node: fx.Node, target: Callable[..., Any]) -> None:
-    """Lets a node call another function with the same operands."""
+def retarget(node: fx.Node, target: Callable[..., Any] | str) -> None:
+    """Lets a node call another function, or method, with the same operands."""
     node.target = target
+
+
+def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Gives a node other arguments."""
+    node.args, node.kwargs = args, kwargs
 
 
 def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

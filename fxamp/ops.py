@@ -1,9 +1,8 @@
-"""Functions that fxamp puts into graphs, each with its eager meaning.
-
-Importing this module registers them; graphs name them as `torch.ops.fxamp.<name>.default`.
-"""
+"""Functions that fxamp puts into graphs, each with its eager meaning. Importing this module registers them."""
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,3 +17,7 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 @round_to.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
+
+
+ROUND_TO: Final = torch.ops.fxamp.round_to.default
+"""What a graph calls."""

@@ -7,12 +7,10 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -241,15 +239,12 @@ class _Planner:
     ) -> tuple[Any, str | None]:
         """(fake result, None), or (None, why the operation does not take these formats)."""
         traced = graph.value_of(node)
-        values = iter([self._convert(x, want) for x, want in zip(operands, wanted, strict=True)])
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: cast(Any, _Box(next(values))))
-        args, kwargs = _unbox(args), _unbox(kwargs)
-        with _fake_mode_of(traced, self.current, operands), torch.no_grad():
-            try:
-                value = _callable(node)(*args, **kwargs)
-            except Exception as error:  # anything the operation raises is its way to say no
-                return None, f"refuses {formats.name(self.low)}: {str(error).splitlines()[0][:80]}"
-        return value, _difference(value, traced)
+        values = [self._convert(x, want) for x, want in zip(operands, wanted, strict=True)]
+        try:
+            value = graph.call_on_fakes(node, values)
+        except Exception as error:  # anything the operation raises is its way to say no
+            return None, f"refuses {formats.name(self.low)}: {str(error).splitlines()[0][:80]}"
+        return value, graph.difference(value, traced, format_of=TRACED)
 
     def _convert(self, node: fx.Node, want: torch.dtype | None) -> Any:
         if want is None or self._has(node, want):
@@ -295,34 +290,6 @@ class _Planner:
 
 
 # ---- helpers without state ----------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Box:
-    """Keeps `fx.map_arg` from walking into a tuple that is one operand's value."""
-
-    value: Any
-
-
-def _unbox(arg: Any) -> Any:
-    if isinstance(arg, _Box):
-        return arg.value
-    if isinstance(arg, tuple) and hasattr(arg, "_fields"):
-        return type(arg)(*map(_unbox, arg))
-    if isinstance(arg, (tuple, list)):
-        return type(arg)(map(_unbox, arg))
-    if isinstance(arg, dict):
-        return {key: _unbox(value) for key, value in arg.items()}
-    if isinstance(arg, slice):
-        return slice(_unbox(arg.start), _unbox(arg.stop), _unbox(arg.step))
-    return arg
-
-
-def _callable(node: fx.Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        return lambda first, *rest, **kwargs: getattr(first, str(node.target))(*rest, **kwargs)
-    assert callable(node.target), node.target
-    return node.target
-
-
 def _is_write(node: fx.Node) -> bool:
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") or (name.startswith("i") and "operator" in str(node.target))
@@ -337,26 +304,3 @@ def _retype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_retype(v, dtype) for v in value)
     return value
-
-
-def _difference(value: Any, traced: Any) -> str | None:
-    """Why a result is not the traced one up to the format of its fp32 tensors; None if it is."""
-    got, want = graph.tensors_of(value), graph.tensors_of(traced)
-    if len(got) != len(want) or type(value) is not type(traced) and not isinstance(traced, torch.Tensor):
-        return "its result in the low format has another structure"
-    for g, w in zip(got, want, strict=True):
-        if tuple(g.shape) != tuple(w.shape):
-            return "its result in the low format has another shape"
-        if g.dtype != w.dtype and not (w.dtype == TRACED and g.is_floating_point()):
-            return f"its result in the low format is {g.dtype}, traced {w.dtype}"
-    return None
-
-
-@contextlib.contextmanager
-def _fake_mode_of(traced: Any, current: dict[fx.Node, Any], operands: list[fx.Node]) -> Generator[None]:
-    """The fake mode that a node was traced under; guards that a call would add to its shapes are dropped."""
-    tensors = graph.tensors_of([traced, *(current[x] for x in operands)])
-    mode = next(t.fake_mode for t in tensors if isinstance(t, FakeTensor))
-    shape_env = mode.shape_env
-    with mode, shape_env.suppress_guards() if shape_env is not None else contextlib.nullcontext():
-        yield

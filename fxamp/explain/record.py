@@ -27,7 +27,10 @@ class VariantRecord:
     """One graph in one precision: every stage of it."""
 
     precision: str
+    shown: fx.GraphModule = field(repr=False)
+    """The graph as Dynamo captured it."""
     captured: Captured = field(repr=False)
+    """The graph that was planned, with the facts of its nodes: as captured, but for in-place operations made ordinary."""
     plan: Plan = field(repr=False)
     """A format and a reason for every operation."""
     dynamo: fx.GraphModule = field(repr=False)
@@ -80,7 +83,7 @@ class VariantRecord:
             raise errors.unknown("stage", stage, STAGES)
         if stage == "plan":
             return text.plan(self.captured, self.plan)
-        graphs = {"captured": lambda: self.captured.gm, "dynamo": lambda: self.dynamo,
+        graphs = {"captured": lambda: self.shown, "dynamo": lambda: self.dynamo,
                   "joint_before": lambda: self.joint_before, "joint": lambda: self.joint}  # fmt: skip
         return text.code(graphs[stage]())
 
@@ -94,18 +97,11 @@ class GraphRecord:
     """One graph that Dynamo captured, and its variants."""
 
     index: int
-    captured_facts: Captured = field(repr=False)
+    captured: fx.GraphModule = field(repr=False)
+    """The graph as Dynamo captured it."""
+    trains: bool
+    """Does it have a backward?"""
     variants: Mapping[str, VariantRecord]
-
-    @property
-    def captured(self) -> fx.GraphModule:
-        """The graph as Dynamo captured it."""
-        return self.captured_facts.gm
-
-    @property
-    def trains(self) -> bool:
-        """Does it have a backward?"""
-        return self.captured_facts.trains
 
     def dump(self, directory: Path) -> Path:
         """Writes every stage that exists to `directory/graph_<index>/<variant>/`, and returns that folder."""

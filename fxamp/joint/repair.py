@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxamp import graph, ops  # noqa: F401  (registers fxamp::round_to)
+from fxamp import graph, ops
 from fxamp.passes import Change
 
 
@@ -55,7 +55,7 @@ class KeepRoundings:
         num_marked = 0
         for node in list(gm.graph.nodes) if self.on else ():
             if graph.is_users_narrowing(node):
-                graph.retarget(node, torch.ops.fxamp.round_to.default)
+                graph.retarget(node, ops.ROUND_TO)
                 num_marked += 1
         return Change(pass_name=type(self).__name__, num_marked=num_marked)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fxamp.capture import Captured
 from fxamp.passes import Pass
 from fxamp.plan import Plan
 from fxamp.rewrite.lower import LowerOperations
+from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
+
+NORMALIZE: Final[tuple[Pass, ...]] = (OutOfPlace(),)
+"""Passes before the plan is made: the same program, in a form that leaves the plan more freedom."""
 
 
 def passes_for(captured: Captured, plan: Plan) -> tuple[Pass, ...]:

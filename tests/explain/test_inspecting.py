@@ -56,12 +56,12 @@ softmax  softmax    high   fp32  fp32  test_inspecting.py:#  autocast: fp32 list
             """\
 --- captured
 +++ dynamo
--        linear: "f32[2, 4]" = torch._C._nn.linear(l_inputs_0_, l_self_modules_lin_parameters_weight_, l_self_modules_lin_parameters_bias_)
+-        linear: "f32[2, 4]" = torch._C._nn.linear(inputs_0, lin_weight, lin_bias)
 -        softmax: "f32[2, 4]" = linear.softmax(-1)
-+        l_inputs_0_bf16: "bf16[2, 4]" = torch.ops.aten.to.dtype(l_inputs_0_, torch.bfloat16)
-+        l_self_modules_lin_parameters_weight_bf16: "bf16[4, 4]" = torch.ops.aten.to.dtype(l_self_modules_lin_parameters_weight_, torch.bfloat16)
-+        l_self_modules_lin_parameters_bias_bf16: "bf16[4]" = torch.ops.aten.to.dtype(l_self_modules_lin_parameters_bias_, torch.bfloat16)
-+        linear: "bf16[2, 4]" = torch._C._nn.linear(l_inputs_0_bf16, l_self_modules_lin_parameters_weight_bf16, l_self_modules_lin_parameters_bias_bf16)
++        inputs_0_bf16: "bf16[2, 4]" = torch.ops.aten.to.dtype(inputs_0, torch.bfloat16)
++        lin_weight_bf16: "bf16[4, 4]" = torch.ops.aten.to.dtype(lin_weight, torch.bfloat16)
++        lin_bias_bf16: "bf16[4]" = torch.ops.aten.to.dtype(lin_bias, torch.bfloat16)
++        linear: "bf16[2, 4]" = torch._C._nn.linear(inputs_0_bf16, lin_weight_bf16, lin_bias_bf16)
 +        linear_fp32: "f32[2, 4]" = torch.ops.aten.to.dtype(linear, torch.float32)
 +        softmax: "f32[2, 4]" = linear_fp32.softmax(-1)""",
         )

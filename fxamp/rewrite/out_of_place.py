@@ -1,0 +1,129 @@
+"""Turns in-place operations into ordinary ones where nobody can tell: what is never written may be lowered."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxamp import capture, graph
+from fxamp.passes import Change, Kept
+
+_OPERATORS: Final[Mapping[Any, Any]] = MappingProxyType(
+    {
+        operator.iadd: operator.add,
+        operator.isub: operator.sub,
+        operator.imul: operator.mul,
+        operator.itruediv: operator.truediv,
+    }
+)
+
+
+@dataclass(frozen=True)
+class OutOfPlace:
+    """Replaces an in-place operation whose old value nobody reads any more by its ordinary form.
+
+    requires: Dynamo graph as captured.  changes: targets, and recorded values that lie in the same memory.  keeps: every
+    value, in eager execution bit for bit; inputs, parameters and buffers are always written in place.
+
+        y: "f32[B]" = linear(x, w)                y: "f32[B]" = linear(x, w)
+        z: "f32[B]" = relu(y, inplace=True)  ->   z: "f32[B]" = relu(y, inplace=False)
+    kept: `y.relu_()` where y, or a view of it, is read again: its reader sees the new value.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        nodes = list(gm.graph.nodes)
+        position = {node: i for i, node in enumerate(nodes)}
+        members: dict[int, list[fx.Node]] = {}
+        for node in nodes:
+            for key in graph.storages(node):
+                members.setdefault(key, []).append(node)
+        num_marked, kept, touched = 0, list[Kept](), set[int]()
+        for node in nodes:
+            form = _ordinary_form(node)
+            if form is None:
+                continue
+            keys = graph.storages(node)
+            obstacle = _obstacle(node, [n for key in keys for n in members[key]], position)
+            if obstacle is not None:
+                kept.append(Kept(node=node.name, reason=obstacle, where=capture.source_line(node)[0]))
+                continue
+            in_place = (node.target, node.args, dict(node.kwargs))
+            _become(node, form)
+            value = graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)])
+            refusal = graph.difference(value, graph.value_of(node))
+            if refusal is not None:  # x_f32.add_(y_f64) is f32, x_f32.add(y_f64) is not
+                _become(node, in_place)
+                kept.append(Kept(node=node.name, reason=f"out of place {refusal}", where=capture.source_line(node)[0]))
+                continue
+            touched |= keys
+            num_marked += 1
+        _revalue([node for node in nodes if graph.storages(node) & touched])
+        if num_marked:
+            gm.recompile()
+        return Change(pass_name=type(self).__name__, num_marked=num_marked, kept=tuple(kept))
+
+
+_Form = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(target, args, kwargs) of a node."""
+
+
+def _become(node: fx.Node, form: _Form) -> None:
+    target, args, kwargs = form
+    graph.retarget(node, target)
+    graph.set_arguments(node, args, kwargs)
+
+
+def _ordinary_form(node: fx.Node) -> _Form | None:
+    """The same operation out of place; None for what is not in place, or has no such form."""
+    if node.kwargs.get("out") is not None or not node.args:
+        return None
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.op == "call_method":
+        name = str(node.target)
+        plain = name[:-1] if name.endswith("_") and not name.endswith("__") else ""
+        return (plain, args, kwargs) if plain in _SAME_VALUE and hasattr(torch.Tensor, plain) else None
+    if node.op != "call_function":
+        return None
+    if node.target in _OPERATORS:
+        return _OPERATORS[node.target], args, kwargs
+    if kwargs.get("inplace"):
+        return node.target, args, kwargs | {"inplace": False}
+    position = capture.inplace_position(node.target)
+    if position is not None and position < len(args) and args[position] is True:
+        return node.target, (*args[:position], False, *args[position + 1 :]), kwargs
+    return None
+
+
+_SAME_VALUE: Final = frozenset(
+    ("add", "sub", "mul", "div", "relu", "sigmoid", "tanh", "clamp", "clamp_min", "clamp_max", "neg", "masked_fill")
+)
+"""Methods whose ordinary form computes what the in-place form writes (not so `copy_`, `zero_`, random fills)."""
+
+
+def _obstacle(node: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> str | None:
+    """Why somebody could tell an in-place operation from its ordinary form; None if nobody can."""
+    first = node.all_input_nodes[0]
+    if graph.storages(first) != graph.storages(node):
+        return "its result does not lie in its first operand's memory"
+    for member in group:
+        if member.op in ("placeholder", "get_attr"):
+            return f"it writes to {member.name}, which is not the graph's own"
+        if position[member] >= position[node]:
+            continue
+        late = [user for user in member.users if position[user] > position[node]]
+        if late:
+            return f"{late[0].name} reads {member.name} again"
+    return None
+
+
+def _revalue(nodes: list[fx.Node]) -> None:
+    """Computes the recorded values anew, so that values which no longer share memory do not look as if they did."""
+    for node in nodes:
+        if node.op in ("call_function", "call_method"):
+            graph.set_value(node, graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)]))
