@@ -170,5 +170,10 @@ def step(model: nn.Module, inputs: Sequence[torch.Tensor], **compile_options: An
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want|, over all finite values of `want`; where `want` is infinite, `got` must be the same infinity."""
     got, want = got.detach().double(), want.detach().double()
+    fine = want.isfinite()
+    if not torch.equal(got[~fine].nan_to_num(), want[~fine].nan_to_num()):
+        return float("inf")
+    got, want = got[fine], want[fine]
     return ((got - want).norm() / want.norm().clamp(min=1e-30)).item()
