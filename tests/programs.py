@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-import fxamp
-from fxamp import capture, plan, rewrite
+from fxamp import capture, graph, plan, rewrite
 from fxamp.capture import Captured
 from fxamp.plan import Plan
 from fxamp.policy import Policy
@@ -32,6 +31,10 @@ class Fn(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.fn(self, *inputs)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -96,6 +99,7 @@ class Counted(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.lin = nn.Linear(width, width)
+        self.mean: torch.Tensor
         self.register_buffer("mean", torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +139,7 @@ def decisions(fn: Callable[..., Any], *inputs: Any, **options: Any) -> dict[str,
 
 def rewritten(fn: Callable[..., Any], *inputs: Any, **options: Any) -> torch.fx.GraphModule:
     captured, made = planned(fn, *inputs, **options)
-    gm = fxamp.backend.graph.clone(captured.gm)
+    gm = graph.clone(captured.gm)
     for pass_ in rewrite.passes_for(captured, made):
         pass_(gm)
     return gm
@@ -148,7 +152,7 @@ def pull(outputs: Any) -> None:
         for t in tree_leaves(outputs)
         if isinstance(t, torch.Tensor) and t.is_floating_point() and t.requires_grad
     ]
-    sum(loss).backward()
+    torch.stack(loss).sum().backward()
 
 
 def everything(model: nn.Module, outputs: Any, inputs: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fxamp import errors, graph
 from tests.programs import Fn, captured_of, graph_of, mlp
@@ -22,7 +23,7 @@ def test_a_clone_is_apart_and_complete():
 
 def test_nested_graphs_are_cloned_too():
     def forward(m, x):
-        return torch.utils.checkpoint.checkpoint(m.lin, x, use_reentrant=False)
+        return checkpoint(m.lin, x, use_reentrant=False)
 
     gm, _ = graph_of(Fn(forward, lin=nn.Linear(8, 8)), torch.randn(2, 8))
     inner = [name for name, m in gm.named_children() if isinstance(m, torch.fx.GraphModule)]

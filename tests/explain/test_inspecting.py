@@ -103,7 +103,7 @@ def test_every_line_of_every_dump_says_its_dtype():
 
 def test_an_unknown_stage_lists_the_known():
     with pytest.raises(errors.UnknownOption, match=r"unknown stage 'join'. Did you mean 'joint'\?"):
-        inspected().graphs[0].variants["bf16"].text("join")
+        inspected().graphs[0].variants["bf16"].text("join")  # pyright: ignore[reportArgumentType]
 
 
 def test_eager_has_no_joint_graph():

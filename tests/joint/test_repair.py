@@ -10,7 +10,7 @@ import fxamp
 from tests.programs import Fn, pull, relative_error
 
 
-def counting(view: bool) -> nn.Module:
+def counting(view: bool) -> Fn:
     def forward(m, x):
         steps = m.steps.view(1).squeeze() if view else m.steps
         y = m.lin(x)
@@ -20,7 +20,7 @@ def counting(view: bool) -> nn.Module:
     return Fn(forward, lin=nn.Linear(8, 8), steps=torch.zeros((), dtype=torch.long))
 
 
-def gradients(model: nn.Module, **options) -> torch.Tensor:
+def gradients(model: Fn, **options) -> torch.Tensor:
     torch._dynamo.reset()
     model = copy.deepcopy(model)
     compiled = torch.compile(model, **options) if options else model
