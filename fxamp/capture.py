@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -133,11 +133,11 @@ def _canonical(name: str) -> str:
     return optable.SYNONYMS.get(name, name)
 
 
-def _facts(nodes: Iterable[fx.Node]) -> Iterable[tuple[str, Facts]]:
-    mode_index, autocast = 0, []
+def _facts(nodes: Sequence[fx.Node]) -> Iterable[tuple[str, Facts]]:
+    autocast: list[tuple[str, bool]] = []
+    indices = mode_indices(nodes)
     for node in nodes:
         if _switches_mode(node):
-            mode_index += 1
             if node.target is torch.amp.autocast_mode._enter_autocast:
                 device_type, _, enabled, *_ = (*node.args, *node.kwargs.values())
                 autocast.append((str(device_type), bool(enabled)))
@@ -150,7 +150,7 @@ def _facts(nodes: Iterable[fx.Node]) -> Iterable[tuple[str, Facts]]:
             where=where,
             code=code,
             region=_region(node, autocast),
-            mode_index=mode_index,
+            mode_index=indices[node],
         )
 
 
@@ -208,16 +208,20 @@ def _roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterable[tuple[
 
 # ---- aliasing and mutation --------------------------------------------------------------------------------------------
 def _pinned(
-    nodes: Sequence[fx.Node], groups: dict[fx.Node, frozenset[int]], left: Counter[int]
+    nodes: Sequence[fx.Node], groups: dict[fx.Node, frozenset[Hashable]], left: Counter[Hashable]
 ) -> dict[str, str]:
-    reasons: dict[int, str] = {}
+    reasons: dict[Hashable, str] = {}
+    is_inside_func = _inside_functorch(nodes)
     for node in nodes:
         for written in writes(node):
             for key in groups[written]:
                 reasons.setdefault(key, f"its memory is written by {node.name}")
-        if any(tensor._version > 0 for tensor in graph.tensors_of(graph.value_of(node))):
+        if graph.MEMORY not in node.meta and any(t._version > 0 for t in graph.tensors_of(graph.value_of(node))):
             for key in groups[node]:
                 reasons.setdefault(key, "its memory is written in place")
+        for operand, reason in _watched(node, is_inside_func[node]):
+            for key in groups[operand]:
+                reasons.setdefault(key, reason)
     for key, count in left.items():
         if count > 1:
             reasons.setdefault(key, "several outputs share its memory")
@@ -226,6 +230,43 @@ def _pinned(
         for node in nodes
         if any(key in reasons for key in groups[node])
     }
+
+
+_BY_STRIDE: Final = frozenset(("as_strided", "set", "storage_offset", "data_ptr", "untyped_storage", "resize"))
+"""Operations that read a tensor's memory past its own strides: a cast of it, which may be laid out anew, would not do."""
+
+
+def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str]]:
+    """Operands that must be the traced value itself, not a cast of it, with the reason."""
+    if is_inside_func:
+        reason = "used inside a torch.func transform"  # a cast there would belong to a level that its operand is not in
+    elif name_of(node) in _BY_STRIDE:
+        reason = f"{node.name} reads its memory by stride"
+    elif node.target in (torch.autograd.grad, torch.autograd.backward):
+        reason = "differentiated by the program"  # a cast of it is a new value, off the path that was recorded
+    else:
+        return ()
+    return [(operand, reason) for operand in node.all_input_nodes]
+
+
+def _inside_functorch(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
+    """For each node: does it run between the push and the pop of a functorch level?"""
+    depth, inside = 0, dict[fx.Node, bool]()
+    for node in nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        inside[node] = depth > 0
+        depth -= name.endswith("_decrement_nesting")
+    return inside
+
+
+def mode_indices(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """For each node, how many switches of grad mode and autocast came before it."""
+    count, indices = 0, dict[fx.Node, int]()
+    for node in nodes:
+        count += _switches_mode(node)
+        indices[node] = count
+    return indices
 
 
 def writes(node: fx.Node) -> list[fx.Node]:

@@ -11,13 +11,14 @@ import os
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 
 from fxamp import errors, formats
 from fxamp.backend import Amp
+from fxamp.options import Options
 
 # Suffixes of tensors: B batch, T bytes of context, C channels (width), H heads, D channels of a head, V byte values.
 
@@ -65,13 +67,16 @@ class GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """All that a run of the demo depends on."""
+    """All that a run of the demo depends on.
+
+    Raises, when built: what `Options` raises for a precision that fxamp does not have; InvalidOption.
+    """
 
     device: str = "cpu"
     precision: str = "bf16"
     """Precision of the run through fxamp. Not "auto", which on a CPU without bf16 would compare fp32 with itself."""
-    num_steps: int = 150
-    """On two cores without bf16 instructions a step in bf16 takes 0.15 s: the demo stays below two minutes."""
+    num_steps: int = 100
+    """Enough to learn which bytes follow each other, and below two minutes on two cores that emulate bf16."""
     num_warmup_steps: int = 10
     """First steps, trained but left out of the speed: clocks, allocator and CUDA-graph recordings settle in them."""
     seed: int = 0
@@ -83,6 +88,7 @@ class DemoConfig:
     dump_dir: Path = Path("fxamp-demo-dump")
 
     def __post_init__(self) -> None:
+        Options(precision=self.precision)  # refuses here, not after the training in fp32, what fxamp does not have
         if not 0 <= self.num_warmup_steps < self.num_steps:
             raise errors.InvalidOption(
                 f"num_warmup_steps={self.num_warmup_steps} leaves none of num_steps={self.num_steps} to measure",
@@ -95,9 +101,7 @@ class DemoConfig:
             )
 
     @staticmethod
-    def for_device(
-        device: torch.device, *, precision: str, num_steps: int | None, seed: int, dump_dir: Path
-    ) -> DemoConfig:
+    def for_device(device: torch.device, *, precision: str, num_steps: int | None, seed: int, dump_dir: Path) -> DemoConfig:
         """The default size for a device: what two CPU cores train in two minutes, or a GPU's worth of work."""
         size = DemoConfig()
         if device.type != "cpu":
@@ -122,12 +126,9 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """One training run."""
+class Training:
+    """What was measured of one training run, whatever compiled it."""
 
-    system: str
-    precisions: tuple[str, ...]
-    """What the graphs really ran in. Empty if nothing was compiled."""
     heldout_losses_before: tuple[float, ...]
     """Nats per byte, one for each held-out batch, before training."""
     heldout_losses_after: tuple[float, ...]
@@ -137,9 +138,6 @@ class RunResult:
     """Duration of each step after warm-up."""
     compile_s: float
     """Duration of the first held-out batch and the first step: compilation, from torch's caches where they have it."""
-    num_low_ops: int
-    num_casts: int
-    formats: tuple[str, ...]
 
     @property
     def loss_before(self) -> float:
@@ -155,6 +153,19 @@ class RunResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One training run, and what it ran in."""
+
+    system: str
+    training: Training
+    precisions: tuple[str, ...]
+    """What the graphs really ran in. Empty if nothing was compiled."""
+    num_low_ops: int
+    num_casts: int
+    formats: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoResult:
     """Both runs, and what they ran on."""
 
@@ -166,22 +177,30 @@ class DemoResult:
     baseline: RunResult
     fxamp: RunResult
     dumped_files: tuple[Path, ...]
+    other_load: float | None
+    """Processes of others that wanted a CPU before and while the demo ran; None where the system does not tell."""
 
     @property
     def loss_gap(self) -> float:
         """Held-out loss through fxamp minus that of fp32, in nats per byte."""
-        return self.fxamp.loss_after - self.baseline.loss_after
+        return self.fxamp.training.loss_after - self.baseline.training.loss_after
 
     @property
     def loss_standard_error(self) -> float:
         """Of the held-out loss in fp32, from its spread over the batches, in nats per byte."""
-        losses = self.baseline.heldout_losses_after
+        losses = self.baseline.training.heldout_losses_after
         return statistics.stdev(losses) / len(losses) ** 0.5
+
+    @property
+    def is_machine_busy(self) -> bool:
+        """Did other work take so much of the CPUs that the speeds say little?"""
+        return self.other_load is not None and self.other_load > 0.5 * (os.cpu_count() or 1)
 
     @property
     def is_trained(self) -> bool:
         """Did the held-out loss of both runs fall by more than its standard error?"""
-        return all(run.loss_before - run.loss_after > self.loss_standard_error for run in (self.baseline, self.fxamp))
+        runs = (self.baseline.training, self.fxamp.training)
+        return all(run.loss_before - run.loss_after > self.loss_standard_error for run in runs)
 
     @property
     def losses_agree(self) -> bool:
@@ -314,17 +333,6 @@ def initial_model(config: DemoConfig) -> GPT:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Training:
-    """What a training run leaves, whatever compiled it."""
-
-    heldout_losses_before: tuple[float, ...]
-    heldout_losses_after: tuple[float, ...]
-    train_losses: tuple[float, ...]
-    step_ms: tuple[float, ...]
-    compile_s: float
-
-
 class _Stopwatch:
     """Times steps without a wait of the host for the device in between: by events on a GPU, by the clock elsewhere."""
 
@@ -354,7 +362,7 @@ def _train(
     heldout: Tensor,
     config: DemoConfig,
     observe: Callable[[Phase, int], None],
-) -> _Training:
+) -> Training:
     """The loop that a user would write. `compiled` runs `model`; batches are [steps, B, T + 1] on its device."""
     device = batches.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=device.type == "cuda")
@@ -363,18 +371,13 @@ def _train(
         return compiled(batch[:, :-1], batch[:, 1:])
 
     def read_heldout_losses() -> tuple[float, ...]:
-        model.eval()
-        with torch.no_grad():
-            # Clones: what a CUDA graph returns may be overwritten by its next replay.
-            losses = torch.stack([loss_of(batch).clone() for batch in heldout])
-        model.train()
-        return tuple(losses.tolist())
+        # Not under torch.no_grad(), as anybody would who can wait: that is another graph, and a third of all compilation.
+        # Clones, as what a CUDA graph returns may be overwritten by its next replay.
+        return tuple(torch.stack([loss_of(batch).detach().clone() for batch in heldout]).tolist())
 
     observe("compiling", 0)
     start_s = time.perf_counter()
-    with torch.no_grad():
-        model.eval()
-        loss_of(heldout[0]).item()  # compiles the graph without gradients, and waits for it
+    loss_of(heldout[0]).item()  # compiles the forward, and waits for it
     compile_s = time.perf_counter() - start_s
     heldout_losses_before = read_heldout_losses()
 
@@ -392,7 +395,7 @@ def _train(
     step_ms = stopwatch.read_laps_ms()
 
     observe("evaluating", config.num_steps)
-    return _Training(
+    return Training(
         heldout_losses_before=heldout_losses_before,
         heldout_losses_after=read_heldout_losses(),
         train_losses=tuple(train_losses.tolist()),
@@ -404,15 +407,16 @@ def _train(
 def run(config: DemoConfig, observe: Observer = ignore) -> DemoResult:
     """Trains twice and returns what was measured; prints nothing. Forgets what Dynamo has compiled in this process.
 
-    Raises: what `Amp` raises for a precision that it does not have, before anything is trained; NoText.
+    Raises: NoText where there is nothing to train on.
     """
     device = torch.device(config.device)
+    load_before = _load()
     amp = Amp(precision=config.precision)
     corpus = Corpus.of_stdlib(num_needed_bytes=config.model.num_context_bytes + 2)
     batches, heldout = corpus.train_batches(config).to(device), corpus.heldout_batches(config).to(device)
     initial = initial_model(config).to(device)
 
-    def train(system: str, compile_model: Callable[[nn.Module], Callable[..., Tensor]]) -> _Training:
+    def train(system: str, compile_model: Callable[[nn.Module], Callable[..., Tensor]]) -> Training:
         torch.compiler.reset()  # else a run would find the graphs, or meet the recompile limit, of an earlier one
         model = copy.deepcopy(initial)
         return _train(model, compile_model(model), batches, heldout, config, lambda *event: observe(system, *event))
@@ -426,32 +430,31 @@ def run(config: DemoConfig, observe: Observer = ignore) -> DemoResult:
         num_train_bytes=len(corpus.train),
         num_heldout_bytes=len(corpus.heldout),
         missing_files=corpus.missing_files,
-        baseline=_result("Inductor", plain, (_stock_precision(device),), 0, 0, ("fp32",)),
-        fxamp=_result("fxamp", low, report.precisions, report.num_low_ops, report.num_casts, report.formats),
+        baseline=RunResult(
+            system="Inductor",
+            training=plain,
+            precisions=(_stock_precision(device),),
+            num_low_ops=0,
+            num_casts=0,
+            formats=("fp32",),
+        ),
+        fxamp=RunResult(
+            system="fxamp",
+            training=low,
+            precisions=report.precisions,
+            num_low_ops=report.num_low_ops,
+            num_casts=report.num_casts,
+            formats=report.formats,
+        ),
         dumped_files=tuple(dumped_files),
+        # Our own threads are part of the load by now.
+        other_load=None if load_before is None else max(load_before, (_load() or 0) - torch.get_num_threads()),
     )
 
 
-def _result(
-    system: str,
-    training: _Training,
-    precisions: tuple[str, ...],
-    num_low_ops: int,
-    num_casts: int,
-    formats_used: tuple[str, ...],
-) -> RunResult:
-    return RunResult(
-        system=system,
-        precisions=precisions,
-        heldout_losses_before=training.heldout_losses_before,
-        heldout_losses_after=training.heldout_losses_after,
-        train_losses=training.train_losses,
-        step_ms=training.step_ms,
-        compile_s=training.compile_s,
-        num_low_ops=num_low_ops,
-        num_casts=num_casts,
-        formats=formats_used,
-    )
+def _load() -> float | None:
+    """Processes that wanted a CPU in the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # not on Windows
 
 
 def _stock_precision(device: torch.device) -> str:
@@ -461,7 +464,7 @@ def _stock_precision(device: torch.device) -> str:
 
 
 @contextmanager
-def _dumping(directory: Path) -> Iterator[list[Path]]:
+def _dumping(directory: Path) -> Generator[list[Path]]:
     """FXAMP_DUMP set to a directory; the list that it yields holds, in the end, the files written meanwhile."""
 
     def written_ns() -> dict[Path, int]:
@@ -483,33 +486,47 @@ def _dumping(directory: Path) -> Iterator[list[Path]]:
 # ------------------------------------------------------------------------------------------------------------ printing
 
 
-def speed_note(config: DemoConfig) -> str:
-    """What to expect of the speed, before the user waits for it."""
-    is_native, reason = formats.native_support(torch.device(config.device), config.precision)
+def precision_note(config: DemoConfig) -> str:
+    """What to expect of a precision on a device, before the user waits for it."""
+    device = torch.device(config.device)
+    if config.precision == "auto":
+        precision, reason = formats.resolve_auto(device)
+        return f"Precision auto is {precision} on {device} ({reason.removeprefix('auto: ')})."
+    is_native, reason = formats.native_support(device, config.precision)
     if is_native:
-        return f"{config.device} computes {config.precision} in hardware ({reason})."
+        return f"{device} computes {config.precision} in hardware ({reason})."
+    if formats.STORAGE.get(config.precision) is torch.float32:
+        return f"{device} does not compute {config.precision} ({reason}): fxamp uses fp32."
     return (
-        f"{config.device} does not compute {config.precision} in hardware ({reason}): expect fxamp to be slower than fp32 "
-        "here. This run shows that training in it works, not that it is fast."
+        f"{device} only emulates {config.precision} ({reason}): expect it to be much slower than fp32. The run shows that "
+        "training in it works, not that it is fast."
     )
 
 
 def table(result: DemoResult) -> Table:
     """Both runs side by side."""
-    out = Table(title="byte-level GPT on the source of Python's standard library", title_justify="left")
+    # No lines and no padding but one space between columns: with more, nine columns do not fit into 80 characters.
+    out = Table(
+        title="byte-level GPT on the source of Python's standard library",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     out.add_column("system", no_wrap=True)
-    out.add_column("precision")
+    out.add_column("precision", min_width=len("precision"))
     for heading in ("loss before", "loss after", "steps/s", "compile s", "low ops", "casts"):
-        out.add_column(heading, justify="right")
-    out.add_column("formats")
+        out.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    out.add_column("formats", min_width=len("formats"))
     for run_ in (result.baseline, result.fxamp):
         out.add_row(
             run_.system,
             ", ".join(run_.precisions) or "nothing compiled",
-            f"{run_.loss_before:.4f}",
-            f"{run_.loss_after:.4f}",
-            f"{run_.steps_per_s:.1f}",
-            f"{run_.compile_s:.1f}",
+            f"{run_.training.loss_before:.4f}",
+            f"{run_.training.loss_after:.4f}",
+            f"{run_.training.steps_per_s:.1f}",
+            f"{run_.training.compile_s:.1f}",
             str(run_.num_low_ops),
             str(run_.num_casts),
             ", ".join(run_.formats),
@@ -519,30 +536,35 @@ def table(result: DemoResult) -> Table:
 
 def conclusions(result: DemoResult) -> list[str]:
     """The lines under the table."""
-    config, speed = result.config, result.fxamp.steps_per_s / result.baseline.steps_per_s
-    verdict = "The losses agree" if result.losses_agree else "The losses DO NOT agree"
-    relation = "within" if result.losses_agree else "beyond"
+    verdict, relation = ("agree", "within") if result.losses_agree else ("DO NOT agree", "beyond")
     lines = [
-        f"{verdict}: fxamp's held-out loss differs by {result.loss_gap:+.4f} nats per byte, {relation} the standard error "
-        f"of the held-out loss itself ({result.loss_standard_error:.4f}).",
-        f"fxamp makes {speed:.2f} times the steps of fp32. {speed_note(config)}",
+        f"The losses {verdict}: fxamp's held-out loss differs by {result.loss_gap:+.4f} nats per byte, {relation} the "
+        f"standard error of the held-out loss itself ({result.loss_standard_error:.4f})."
     ]
     if not result.is_trained:
-        lines.insert(1, "The held-out loss did not fall in both runs: train more steps before you trust the comparison.")
+        lines.append("The held-out loss did not fall in both runs: train more steps before you trust the comparison.")
+    speed = result.fxamp.training.steps_per_s / result.baseline.training.steps_per_s
+    lines.append(f"fxamp made {speed:.2f} times the steps per second of fp32.")
+    if result.is_machine_busy:
+        lines[-1] += f" The machine had other work (load {result.other_load:.1f}): these speeds say little."
     if result.missing_files:
         lines.append(
             f"This Python lacks {len(result.missing_files)} of {len(TRAIN_FILES) + len(HELDOUT_FILES)} files of text "
             f"({', '.join(result.missing_files)}): losses compare within this table only."
         )
-    dumps = f"{len(result.dumped_files)} files in {config.dump_dir.resolve()}" if result.dumped_files else "none written"
-    lines.append(f"Dumps of what fxamp saw, planned and compiled: {dumps}.")
+    if result.dumped_files:
+        lines.append(
+            f"What fxamp saw, planned and compiled: {len(result.dumped_files)} files in {result.config.dump_dir.resolve()}"
+        )
+    else:
+        lines.append("fxamp dumped nothing: no graph reached it.")
     return lines
 
 
 def main(config: DemoConfig, console: Console | None = None) -> int:
     """Runs with a progress bar, prints, and returns the exit status: 0 if the losses agree, else 1."""
     console = console or Console()
-    console.print(f"{config.num_steps} steps on {config.device}, twice. {speed_note(config)}", highlight=False)
+    console.print(f"{config.num_steps} steps on {config.device}, twice. {precision_note(config)}", highlight=False)
     with Progress(
         TextColumn("{task.description:<22}"),
         BarColumn(),

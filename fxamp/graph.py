@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
@@ -25,6 +25,9 @@ MARK: Final = "fxamp"
 
 ROUNDS: Final = "fxamp_rounds"
 """Key under `node.meta["custom"]` of a cast that the user wrote, whose rounding is part of the program."""
+
+MEMORY: Final = "fxamp_memory"
+"""Key under `node.meta` of the memory that a value lies in since a pass moved it; its fake tensor tells the old story."""
 
 DYNAMO_CAST: Final = torch.ops.aten.to.dtype
 JOINT_CAST: Final = torch.ops.prims.convert_element_type.default
@@ -87,9 +90,12 @@ def is_users_narrowing(node: fx.Node) -> bool:
     return both_float and not formats.is_lossless(source.dtype, result.dtype)
 
 
-def storages(node: fx.Node) -> frozenset[int]:
+def storages(node: fx.Node) -> frozenset[Hashable]:
     """Keys of the memory that a node's value lies in; views of one tensor have the same key."""
-    keys: set[int] = set()
+    moved = node.meta.get(MEMORY)
+    if moved is not None:
+        return frozenset((moved,))
+    keys: set[Hashable] = set()
     for tensor in tensors_of(value_of(node)):
         try:
             keys.add(tensor.untyped_storage()._cdata)

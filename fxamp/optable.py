@@ -99,8 +99,24 @@ TABLE: Final = MappingProxyType({op: (cls, source) for cls, ops, source in _SOUR
 FOLLOWING_OPERANDS: Final = MappingProxyType({"batch_norm": 1})
 """Operations of which only the first n operands follow; the rest (statistics, affine weights) keep their traced dtypes."""
 
-WRITTEN_OPERANDS: Final = MappingProxyType({"batch_norm": (1, 2), "instance_norm": (1, 2)})
-"""Operands that an operation writes although neither its name nor its schema says so (running statistics)."""
+WRITTEN_OPERANDS: Final = MappingProxyType({"batch_norm": (1, 2, 3, 4), "instance_norm": (1, 2)})
+"""Operands that an operation writes although neither its name nor its schema says so: running statistics, which stand at 1
+and 2 in torch.nn.functional.batch_norm, at 3 and 4 in torch.batch_norm."""
+
+SELECTING: Final = frozenset(
+    ("where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "index_put")
+)
+"""Operations whose result holds values of any operand: there a 0-dim tensor decides the format as the others do, since what it
+holds (the smallest fp32 number, as a mask) may not exist in a lower one."""
+
+_CONVERSIONS: Final = ("to", "type", "type_as", "float", "double", "half", "bfloat16")
+
+MAY_ALIAS: Final = frozenset((*MOVEMENT.split(), *RANDOM.split(), *_CONVERSIONS))
+"""Operations that may return their operand's own memory, depending on strides and arguments: each gets a cast of its own, so
+that nobody else reads what is written through the result."""
+
+NO_LOW_KERNEL: Final = MappingProxyType({"cpu": frozenset(("avg_pool3d", "adaptive_avg_pool3d"))})
+"""Device -> operations whose eager kernel takes no low format, although its shape rule (fake tensors) does."""
 
 METADATA: Final = frozenset(("size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "is_contiguous"))
 """Methods that read a tensor's shape, never its values: they cause no cast."""

@@ -8,6 +8,7 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -15,6 +16,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from fxamp import errors, formats, graph, optable
@@ -143,7 +145,7 @@ class _Planner:
             return self._keep(node, facts, "reads the shape alone", casts=False)
         if cls in (OpClass.KEEP, OpClass.HIGH):
             return self._keep(node, facts, why, cls=cls)
-        obstacle = self._obstacle(node, facts, operands)
+        obstacle = self._obstacle(node, facts, operands, cls, low)
         if obstacle is not None:
             return self._keep(node, facts, obstacle)
 
@@ -194,7 +196,9 @@ class _Planner:
             value=graph.value_of(node),
         )
 
-    def _obstacle(self, node: fx.Node, facts: Facts, operands: list[fx.Node]) -> str | None:
+    def _obstacle(
+        self, node: fx.Node, facts: Facts, operands: list[fx.Node], cls: OpClass, low: torch.dtype
+    ) -> str | None:
         """Why an operation of a lowering class must nevertheless keep its traced dtypes; None if nothing forbids it."""
         if self.note:
             return self.note
@@ -206,8 +210,21 @@ class _Planner:
             return "inside an autocast region of the user's own, which PyTorch casts"
         if node.kwargs.get("out") is not None:
             return "writes into out="
-        if any(isinstance(a, torch.dtype) for a in (*tree_leaves(node.args), *tree_leaves(node.kwargs))):
+        constants = [a for a in tree_leaves((node.args, node.kwargs)) if not isinstance(a, fx.Node)]
+        if any(isinstance(a, torch.dtype) for a in constants):
             return "names a dtype"
+        largest = torch.finfo(low).max
+        beyond = [a for a in constants if isinstance(a, float) and largest < abs(a) < math.inf]
+        if beyond:
+            return f"constant {beyond[0]:g} is beyond {formats.name(low)}"
+        if facts.op == "einsum" and not _contracts(node):
+            return "contracts nothing: it only moves or multiplies values"
+        if facts.op in optable.NO_LOW_KERNEL.get(self.captured.device.type, ()):
+            return f"has no {formats.name(low)} kernel on {self.captured.device.type}"
+        if graph.storages(node) & frozenset(key for x in operands for key in graph.storages(x)) and cls is OpClass.LOW:
+            return "is a view here"
+        if _new_symbols(node, operands):
+            return "its shape depends on data"
         tensors = [t for x in (*operands, node) for t in graph.tensors_of(graph.value_of(x))]
         for tensor in tensors:
             if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != TRACED:
@@ -225,7 +242,8 @@ class _Planner:
             return tuple(low if self._is_float(x) else None for x in operands)
         limit = optable.FOLLOWING_OPERANDS.get(op or "", len(operands))
         # A 0-dim tensor takes part in an operation without deciding its dtype (torch's promotion rule).
-        deciding = [x for x in operands[:limit] if self._is_float(x) and not self._is_scalar(x)]
+        counts = op in optable.SELECTING
+        deciding = [x for x in operands[:limit] if self._is_float(x) and (counts or not self._is_scalar(x))]
         dtypes = {t.dtype for x in deciding for t in self._floats(x)}
         follow = next(iter(dtypes)) if len(dtypes) == 1 else TRACED
         back = [TRACED if self._lowered(x) else None for x in operands]
@@ -242,9 +260,10 @@ class _Planner:
         values = [self._convert(x, want) for x, want in zip(operands, wanted, strict=True)]
         try:
             value = graph.call_on_fakes(node, values)
+            return value, graph.difference(value, traced, format_of=TRACED)
         except Exception as error:  # anything the operation raises is its way to say no
-            return None, f"refuses {formats.name(self.low)}: {str(error).splitlines()[0][:80]}"
-        return value, graph.difference(value, traced, format_of=TRACED)
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            return None, f"refuses {formats.name(self.low)}: {first_line[:80]}"
 
     def _convert(self, node: fx.Node, want: torch.dtype | None) -> Any:
         if want is None or self._has(node, want):
@@ -290,6 +309,23 @@ class _Planner:
 
 
 # ---- helpers without state ----------------------------------------------------------------------------------------------
+def _contracts(node: fx.Node) -> bool:
+    """Does an einsum sum over a label that two of its operands have?"""
+    equation = node.args[0]
+    if not isinstance(equation, str):
+        return True  # the form with lists of labels; rare, and treated as autocast would
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = [set(term) - {"."} for term in inputs.split(",")]
+    shared = {label for i, term in enumerate(terms) for other in terms[i + 1 :] for label in term & other}
+    return bool(shared - set(output)) if arrow else bool(shared)
+
+
+def _new_symbols(node: fx.Node, operands: list[fx.Node]) -> bool:
+    """Does the traced result have sizes that only running the operation can tell?"""
+    own = free_unbacked_symbols(graph.tensors_of(graph.value_of(node)))
+    return bool(own) and bool(own - free_unbacked_symbols([t for x in operands for t in graph.tensors_of(graph.value_of(x))]))
+
+
 def _is_write(node: fx.Node) -> bool:
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__") or (name.startswith("i") and "operator" in str(node.target))

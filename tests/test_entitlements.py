@@ -402,7 +402,7 @@ def test_losses_of_large_logits():
 
     t = torch.randint(0, 50, (16,))
     t[3:6] = -100
-    check(Fn(forward, lin=nn.Linear(8, 50), w=torch.rand(50)), leaf(16, 8), t)
+    check(Fn(forward, lin=nn.Linear(8, 50), w=torch.rand(50)), leaf(16, 8), t, tol=5e-2)
 
 
 def test_train_and_eval_compile_once_each():

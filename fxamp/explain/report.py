@@ -6,14 +6,15 @@ import io
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.optable import OpClass
+
+if TYPE_CHECKING:  # imported where a report is printed: `import fxamp` stays light
+    from rich.console import Console
+    from rich.table import Table
 
 WIDTH_CHARACTERS: Final = 110
 """Reports are printed into logs as often as on terminals; a fixed width keeps them comparable."""
@@ -55,6 +56,8 @@ class Report:
         return sum(len(v.casts) for v in self.variants)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=WIDTH_CHARACTERS, no_color=True, highlight=False)
         console.print(f"fxamp: {self.options}")
         if not self.graphs:
@@ -74,6 +77,8 @@ class Report:
 
 
 def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
+    from rich.table import Table
+
     table = Table(title="graphs", title_justify="left")
     for name in ("graph", "mode", "runs in", "operations", "low", "casts", "CUDA graph", "first line"):
         table.add_column(name, justify="right" if name in ("operations", "low", "casts") else "left")
@@ -95,6 +100,8 @@ def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
 
 
 def _operation_table(variants: Sequence[VariantRecord]) -> Table:
+    from rich.table import Table
+
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for v in variants:
         for d in v.plan.decisions.values():

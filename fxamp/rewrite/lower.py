@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp import graph
+from fxamp import graph, optable
 from fxamp.passes import Change
 from fxamp.plan import Decision, Plan
 
@@ -43,7 +43,7 @@ class LowerOperations:
 
 class _Editor:
     def __init__(self, plan: Plan, pinned: frozenset[str]) -> None:
-        self.plan, self.pinned = plan, pinned
+        self.plan, self.snapshots = plan, set(pinned)
         self.shared: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
         self.num_added = 0
 
@@ -62,13 +62,21 @@ class _Editor:
                 node, decision.result, before=graph.after(node), why=decision.why, where=decision.facts.where
             )
             self.num_added += 1
+            self.snapshots.add(cast.name)  # it is the value that is written from here on
             graph.replace(node, cast, except_in=frozenset((cast,)))
 
     def restore_outputs(self, output: fx.Node) -> None:
         wanted = self.plan.outputs
-        graph.map_operands(
-            output, lambda i, x: self._cast(x, wanted[i], output, -1, "an output keeps its traced dtype", "")
-        )
+        graph.map_operands(output, lambda i, x: self._restored(x, wanted[i], output))
+
+    def _restored(self, value: fx.Node, dtype: torch.dtype | None, output: fx.Node) -> Any:
+        """An output in its traced dtype, cast in the grad mode that it was computed in."""
+        decision = self.plan.decisions.get(value.name)
+        if dtype is None or decision is None:
+            return value
+        switched = any(d.facts.mode_index != decision.facts.mode_index for d in self.plan.decisions.values())
+        place = graph.after(value) if switched else output
+        return self._cast(value, dtype, place, -1, "an output keeps its traced dtype", decision.facts.where)
 
     def _cast(
         self, value: fx.Node, dtype: torch.dtype | None, user: fx.Node, mode_index: int, why: str, where: str
@@ -82,13 +90,18 @@ class _Editor:
             cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
             return cast if isinstance(held, list) else tuple(cast)
         key = (value, dtype, mode_index)
-        if key in self.shared:
+        if key in self.shared and self._may_share(user):
             return self.shared[key]
         made = graph.insert_cast(value, dtype, before=user, why=why, where=where)
         self.num_added += 1
-        if value.name not in self.pinned:
+        if self._may_share(user) and value.name not in self.snapshots:
             self.shared[key] = made
         return made
+
+    def _may_share(self, user: fx.Node) -> bool:
+        """False for a user that may hand on the cast's own memory, or whose result is written."""
+        decision = self.plan.decisions.get(user.name)
+        return user.name not in self.snapshots and (decision is None or decision.op not in optable.MAY_ALIAS)
 
     def _part(self, value: fx.Node, index: int, user: fx.Node) -> fx.Node:
         self.num_added += 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 
 from fxamp import capture, graph
 from fxamp.passes import Change, Kept
@@ -22,6 +23,10 @@ _OPERATORS: Final[Mapping[Any, Any]] = MappingProxyType(
         operator.itruediv: operator.truediv,
     }
 )
+
+
+_Form = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""(target, args, kwargs) of a node."""
 
 
 @dataclass(frozen=True)
@@ -39,38 +44,55 @@ class OutOfPlace:
     def __call__(self, gm: fx.GraphModule) -> Change:
         nodes = list(gm.graph.nodes)
         position = {node: i for i, node in enumerate(nodes)}
-        members: dict[int, list[fx.Node]] = {}
+        modes = capture.mode_indices(nodes)
+        members: dict[Hashable, list[fx.Node]] = {}
         for node in nodes:
             for key in graph.storages(node):
                 members.setdefault(key, []).append(node)
-        num_marked, kept, touched = 0, list[Kept](), set[int]()
+        num_marked, kept, starts = 0, list[Kept](), dict[Hashable, list[fx.Node]]()
         for node in nodes:
             form = _ordinary_form(node)
             if form is None:
                 continue
             keys = graph.storages(node)
-            obstacle = _obstacle(node, [n for key in keys for n in members[key]], position)
+            group = [n for key in keys for n in members[key]]
+            obstacle = _obstacle(node, group, position, modes) or _try(node, form)
             if obstacle is not None:
                 kept.append(Kept(node=node.name, reason=obstacle, where=capture.source_line(node)[0]))
                 continue
-            in_place = (node.target, node.args, dict(node.kwargs))
-            _become(node, form)
-            value = graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)])
-            refusal = graph.difference(value, graph.value_of(node))
-            if refusal is not None:  # x_f32.add_(y_f64) is f32, x_f32.add(y_f64) is not
-                _become(node, in_place)
-                kept.append(Kept(node=node.name, reason=f"out of place {refusal}", where=capture.source_line(node)[0]))
-                continue
-            touched |= keys
+            for key in keys:
+                starts.setdefault(key, []).append(node)
             num_marked += 1
-        _revalue([node for node in nodes if graph.storages(node) & touched])
+        for key, first in starts.items():
+            _move(members[key], first)
         if num_marked:
             gm.recompile()
         return Change(pass_name=type(self).__name__, num_marked=num_marked, kept=tuple(kept))
 
 
-_Form = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""(target, args, kwargs) of a node."""
+def _try(node: fx.Node, form: _Form) -> str | None:
+    """Gives a node its ordinary form; or leaves it, and says why that would not be the same."""
+    in_place = (node.target, node.args, dict(node.kwargs))
+    _become(node, form)
+    try:
+        value = graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)])
+        refusal = graph.difference(value, graph.value_of(node))  # x_f32.add_(y_f64) is f32, x_f32.add(y_f64) is not
+        if refusal is None and value.stride() != graph.value_of(node).stride():
+            refusal = "its result has other strides"
+    except Exception as error:  # whatever the ordinary form raises is its way to say no
+        refusal = f"it raises {type(error).__name__}"
+    if refusal is not None:
+        _become(node, in_place)
+        return f"out of place {refusal}"
+    return None
+
+
+def _move(group: list[fx.Node], starts: list[fx.Node]) -> None:
+    """Notes that from each of `starts` on, the members of a group lie in memory of their own."""
+    part = 0
+    for node in group:
+        part += node in starts
+        graph.set_meta(node, {graph.MEMORY: (group[0].name, part)})
 
 
 def _become(node: fx.Node, form: _Form) -> None:
@@ -106,24 +128,25 @@ _SAME_VALUE: Final = frozenset(
 """Methods whose ordinary form computes what the in-place form writes (not so `copy_`, `zero_`, random fills)."""
 
 
-def _obstacle(node: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int]) -> str | None:
+def _obstacle(
+    node: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int], modes: Mapping[fx.Node, int]
+) -> str | None:
     """Why somebody could tell an in-place operation from its ordinary form; None if nobody can."""
     first = node.all_input_nodes[0]
     if graph.storages(first) != graph.storages(node):
         return "its result does not lie in its first operand's memory"
+    if any(type(t) is not FakeTensor for n in node.all_input_nodes for t in graph.tensors_of(graph.value_of(n))):
+        return "a value is more than a plain tensor"
+    if len({t.dtype for n in group for t in graph.tensors_of(graph.value_of(n))}) > 1 or len(graph.storages(node)) != 1:
+        return "its memory is read as another dtype, or holds several tensors"
     for member in group:
         if member.op in ("placeholder", "get_attr"):
             return f"it writes to {member.name}, which is not the graph's own"
         if position[member] >= position[node]:
             continue
+        if modes[member] != modes[node]:
+            return f"{member.name} was computed in another grad mode"  # in place it keeps its history, out of place not
         late = [user for user in member.users if position[user] > position[node]]
         if late:
             return f"{late[0].name} reads {member.name} again"
     return None
-
-
-def _revalue(nodes: list[fx.Node]) -> None:
-    """Computes the recorded values anew, so that values which no longer share memory do not look as if they did."""
-    for node in nodes:
-        if node.op in ("call_function", "call_method"):
-            graph.set_value(node, graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)]))
