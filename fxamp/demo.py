@@ -271,7 +271,8 @@ def _bytes(text: bytes) -> Tensor:
 
 
 def _windows(text: Tensor, offsets: Tensor, config: DemoConfig) -> Tensor:
-    return text[offsets.unsqueeze(-1) + torch.arange(config.model.num_context_bytes + 1)]
+    # Contiguous: Dynamo compiles anew for other strides, and indexing with a transposed tensor gives some.
+    return text[offsets.unsqueeze(-1) + torch.arange(config.model.num_context_bytes + 1)].contiguous()
 
 
 # --------------------------------------------------------------------------------------------------------------- model

@@ -56,7 +56,8 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
     `digest` says everything that decided the graph; it becomes part of the keys of PyTorch's caches, which ignore meta.
     Raises: StageFailed if a pass of fxamp fails; whatever Inductor raises otherwise.
     """
-    record = JointRecord(path=_record_path(digest) if settings.lower == "inductor" else None)
+    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
+    record = JointRecord(path=_record_path(digest) if settings.lower == "inductor" else None, passes=chosen)
     if settings.lower == "eager":
         return Program(run=gm.forward, record=record)
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
@@ -103,10 +104,9 @@ class _End:
         self.record.save()
 
 
-def _joint_steps(record: JointRecord, settings: Settings) -> list[tuple[Callable[[fx.GraphModule], None], str]]:
+def _joint_steps(record: JointRecord) -> list[tuple[Callable[[fx.GraphModule], None], str]]:
     """(step, cache key) for everything that runs on the joint graph, in order."""
-    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
-    steps = [(_Step(record, p), passes.key(p)) for p in chosen]
+    steps = [(_Step(record, p), passes.key(p)) for p in record.passes]
     return [(_Begin(record), "begin"), *steps, (_End(record), "end")]
 
 
@@ -121,7 +121,7 @@ def _aot_eager(
     def optimize(joint_gm: fx.GraphModule) -> None:
         if not settings.joint_passes:
             return
-        for step, _ in _joint_steps(record, settings):
+        for step, _ in _joint_steps(record):
             step(joint_gm)
         joint_gm.recompile()
 
@@ -175,7 +175,7 @@ def _inductor(
         patches["triton.cudagraph_or_error"] = True
     if settings.keeps_roundings:
         patches["emulate_precision_casts"] = True
-    steps = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in _joint_steps(record, settings)]
+    steps = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in _joint_steps(record)]
     theirs = inductor_config.joint_custom_pre_pass
     patches["joint_custom_pre_pass"] = _chained(steps, theirs)
     if not settings.joint_passes:

@@ -153,17 +153,19 @@ def test_doctor_tells_the_truth_about_this_machine(diagnosis):
 
 
 def test_every_row_is_printed_with_its_verdict(diagnosis):
-    console = Console(file=io.StringIO(), width=400, no_color=True)
+    out = io.StringIO()
+    console = Console(file=out, width=400, no_color=True)
     console.print(doctor.table(diagnosis))
-    rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    rows = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     for check in diagnosis.checks:
         assert f"{check.name} {check.verdict} {' '.join(check.finding.split())}" in rows
 
 
 def test_finding_is_no_markup():
-    console = Console(file=io.StringIO(), width=80, no_color=True)
+    out = io.StringIO()
+    console = Console(file=out, width=80, no_color=True)
     console.print(doctor.table(Diagnosis(checks=(Check(name="compiles", finding="no: ERROR[NotYet]: [bold]x"),))))
-    assert "ERROR[NotYet]: [bold]x" in console.file.getvalue()
+    assert "ERROR[NotYet]: [bold]x" in out.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,10 @@ def test_exit_status_and_conclusions(monkeypatch, verdict, status, last):
     assert doctor.conclusions(made) == ["thing: Go around.", last]
     assert doctor.conclusions(made, verbose=True) == ["thing: Go around.", "Traceback ...", last]
     monkeypatch.setattr(doctor, "diagnose", lambda: made)
-    console = Console(file=io.StringIO(), width=80)
+    out = io.StringIO()
+    console = Console(file=out, width=80)
     assert doctor.main(console=console) == status
-    assert last in console.file.getvalue()
+    assert last in out.getvalue()
 
 
 # ---- what is in the way ---------------------------------------------------------------------------------------------------

@@ -231,9 +231,10 @@ def test_untrained_runs_are_said(before, is_trained):
 
 # ---- what is printed ------------------------------------------------------------------------------------------------------
 def printed(made: DemoResult, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, no_color=True)
+    out = io.StringIO()
+    console = Console(file=out, width=width, no_color=True)
     console.print(demo.table(made))
-    return console.file.getvalue()
+    return out.getvalue()
 
 
 def test_table_shows_both_runs():
@@ -337,9 +338,10 @@ def test_demo_in_fp32_is_bitwise_inductor(tmp_path):
 
 @pytest.mark.slow
 def test_demo_prints_progress_table_and_conclusions(tmp_path):
-    console = Console(file=io.StringIO(), width=100, no_color=True)
+    out = io.StringIO()
+    console = Console(file=out, width=100, no_color=True)
     assert demo.main(tiny(dump_dir=tmp_path), console) == 0
-    text = console.file.getvalue()
+    text = out.getvalue()
     for part in ("6 steps on cpu, twice.", "Inductor: evaluating", "6/6", "steps/s", "The losses agree", "tmp"):
         assert part in text
 

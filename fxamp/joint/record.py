@@ -17,15 +17,21 @@ from typing import Final
 
 from torch import fx
 
-from fxamp.passes import Change
+from fxamp import graph, legal
+from fxamp.passes import Change, Pass, run
 
 
 @dataclass(kw_only=True)
 class JointRecord:
-    """The joint graph before and after fxamp's passes, filled while they run or read back from `path`."""
+    """The joint graph before and after fxamp's passes, filled while they run or made again from what `path` holds.
+
+    Only the graph before the passes is stored: they are functions of it, and part of the key that it is stored under.
+    """
 
     path: Path | None
     """Where it is kept for warm starts; None if PyTorch's caches are off."""
+    passes: tuple[Pass, ...]
+    """The passes that run on the joint graph, in order."""
     before: fx.GraphModule | None = None
     after: fx.GraphModule | None = None
     changes: tuple[Change, ...] = ()
@@ -33,9 +39,9 @@ class JointRecord:
 
     def save(self) -> None:
         """Writes the record beside PyTorch's caches. A disk that refuses costs the dump of a later start, nothing else."""
-        if self.path is None or self.before is None or self.after is None:
+        if self.path is None or self.before is None:
             return
-        data = pickle.dumps((_pack(self.before), _pack(self.after), self.changes))
+        data = pickle.dumps(_pack(self.before))
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
@@ -43,14 +49,15 @@ class JointRecord:
             os.replace(file.name, self.path)  # atomic: another process may be compiling the same graph
 
     def load(self) -> None:
-        """Reads what an earlier process wrote, if the passes did not run in this one."""
+        """Makes the record of an earlier process again, if the passes did not run in this one."""
         if self.after is not None or self.path is None or not self.path.exists():
             return
-        before, after, self.changes = pickle.loads(self.path.read_bytes())
-        self.before, self.after, self.from_cache = _unpack(before), _unpack(after), True
+        self.before, self.from_cache = _unpack(pickle.loads(self.path.read_bytes())), True
+        self.after = graph.clone(self.before)
+        self.changes = run(self.after, self.passes, legal.checker(legal.JOINT, self.before))
 
 
-_KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "nn_module_stack", "partitioner_tag"))
+_KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "partitioner_tag"))
 
 
 def _pack(gm: fx.GraphModule) -> tuple[str, bytes]:

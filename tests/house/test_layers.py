@@ -35,7 +35,7 @@ LEVELS = MappingProxyType(
         "backend": 8,
         "testing": 8,
         "__init__": 9,
-        "__main__": 9,
+        "__main__": 10,
         "demo": 9,
         "doctor": 9,
     }
