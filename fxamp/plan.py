@@ -16,7 +16,6 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from fxamp import errors, formats, graph, optable
@@ -322,6 +321,8 @@ def _contracts(node: fx.Node) -> bool:
 
 def _new_symbols(node: fx.Node, operands: list[fx.Node]) -> bool:
     """Does the traced result have sizes that only running the operation can tell?"""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy: half a second at import
+
     own = free_unbacked_symbols(graph.tensors_of(graph.value_of(node)))
     return bool(own) and bool(own - free_unbacked_symbols([t for x in operands for t in graph.tensors_of(graph.value_of(x))]))
 
