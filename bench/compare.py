@@ -1,0 +1,191 @@
+"""What rows say about each other: who is faster, who does not train, and against whom a system has to stand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from bench.rows import CeilingsRow, Dispatch, Machine, Measurement, PassTime, Row
+from bench.systems import REFERENCE
+from bench.workloads import NUM_BATCHES
+
+LOSS_RATIO: Final = 1.02
+"""Slower than a peer by more than this counts as a loss. Below it lies what repetitions of one and the same system
+differ by."""
+
+MIN_SHARE_OF_DROP: Final = 0.9
+"""A system trains if its loss fell by at least this share of fp32's drop. A judgement: steps that a loss scaler skips
+at the start, while it finds its scale, cost a few percent; who loses more than a tenth in so few steps needs a look."""
+
+LOSS_NOISE: Final = torch.finfo(torch.bfloat16).eps / 2
+"""Relative: a loss is not known better than by one rounding to bf16, so that a smaller gap says nothing."""
+
+MAX_OUTPUT_ERROR: Final = 0.1
+"""Relative error of an inference that is still a result. A judgement: a few roundings of bf16 (0.4 % each) add up to
+far less."""
+
+COMPARABLE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"fp32": ("fp32",), "tf32": ("tf32",), "bf16": ("bf16",), "fp16": ("fp16",), "fp8": ("fp8", "bf16")}
+)
+"""Precision of a system -> precisions of the peers that it has to beat. fp8 is worth nothing where bf16 is as fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Time of one system over that of another: less than 1 is faster."""
+
+    median: float
+    low: float
+    high: float
+    """The extremes over repetitions, if both took turns; else equal to the median."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """All that is known of one machine under one protocol: the last row of each kind."""
+
+    machine: Machine
+    protocol: str
+    measurements: Mapping[str, Mapping[str, Measurement]]
+    """By workload and system, in the order in which they first appeared."""
+    ceilings: CeilingsRow | None
+    pass_times: tuple[PassTime, ...]
+    """By number of nodes."""
+    dispatches: tuple[Dispatch, ...]
+
+
+def results_of(rows: Iterable[Row]) -> list[Results]:
+    """Sorts rows by machine and protocol; later rows replace earlier ones of the same workload and system."""
+    sorted_rows: dict[tuple[Machine, str], list[Row]] = {}
+    for row in rows:
+        sorted_rows.setdefault((row.run.machine, row.run.protocol), []).append(row)
+    return [_results(machine, protocol, group) for (machine, protocol), group in sorted_rows.items()]
+
+
+def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
+    measurements: dict[str, dict[str, Measurement]] = {}
+    ceilings: CeilingsRow | None = None
+    pass_times: dict[int, PassTime] = {}
+    dispatches: dict[str, Dispatch] = {}
+    for row in group:
+        match row:
+            case Measurement():
+                measurements.setdefault(row.workload, {})[row.system] = row
+            case CeilingsRow():
+                ceilings = row
+            case PassTime():
+                pass_times[row.num_dynamo_nodes] = row
+            case Dispatch():
+                dispatches[row.what] = row
+    return Results(
+        machine=machine,
+        protocol=protocol,
+        measurements=measurements,
+        ceilings=ceilings,
+        pass_times=tuple(pass_times[n] for n in sorted(pass_times)),
+        dispatches=tuple(dispatches.values()),
+    )
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+def median_ms(m: Measurement) -> float | None:
+    """Of a step; None for what was not measured."""
+    return statistics.median(m.timing.step_ms) if m.timing is not None else None
+
+
+def ratio(m: Measurement, other: Measurement) -> Ratio | None:
+    """Time of `m` over that of `other`; None if they cannot be compared.
+
+    Of systems that took turns: from pairs of the same repetition, so that what slows the whole machine down cancels. Of
+    systems of different runs or groups: both are compared with the anchor, which took turns with each.
+    """
+    a, b = m.timing, other.timing
+    if a is None or b is None:
+        return None
+    if m.run.id == other.run.id and other.system in a.together and m.system in b.together:
+        pairs = [x / y for x, y in zip(a.step_ms, b.step_ms, strict=True)]
+        return Ratio(median=statistics.median(pairs), low=min(pairs), high=max(pairs))
+    if not (a.anchor_ratios and b.anchor_ratios):
+        return None
+    value = statistics.median(a.anchor_ratios) / statistics.median(b.anchor_ratios)
+    return Ratio(median=value, low=value, high=value)
+
+
+# ---- is it a result at all? ------------------------------------------------------------------------------------------
+def problem(m: Measurement, on_workload: Mapping[str, Measurement]) -> str | None:
+    """Why a measurement is no result although it has a time, or None."""
+    if m.facts is None:
+        return None
+    if m.workload_kind == "infer":
+        error = m.facts.output_error
+        is_good = error is not None and error <= MAX_OUTPUT_ERROR  # not so for NaN
+        return None if is_good else f"output differs from fp32's by {error:.2g} of its size"
+    losses = m.facts.losses
+    if not all(math.isfinite(x) for x in losses):
+        return "loss is not finite"
+    reference = on_workload.get(REFERENCE)
+    if reference is None or reference.facts is None or len(reference.facts.losses) != len(losses):
+        return None
+    drop, expected = loss_drop(losses), loss_drop(reference.facts.losses)
+    if drop < MIN_SHARE_OF_DROP * expected - LOSS_NOISE * abs(losses[0]):
+        return f"trains worse: loss fell by {drop:.3g}, that of fp32 by {expected:.3g}"
+    return None
+
+
+def last_loss(losses: Sequence[float]) -> float:
+    """Mean over the last round of batches: a single batch has a loss of its own."""
+    return statistics.fmean(losses[-NUM_BATCHES:])
+
+
+def loss_drop(losses: Sequence[float]) -> float:
+    return losses[0] - last_loss(losses)
+
+
+# ---- against whom ----------------------------------------------------------------------------------------------------
+def best(candidates: Iterable[Measurement], on_workload: Mapping[str, Measurement]) -> Measurement | None:
+    """The fastest that is a result. Needs a common yardstick: the first candidate of all."""
+    found: Measurement | None = None
+    for m in candidates:
+        if m.timing is None or problem(m, on_workload):
+            continue
+        against = None if found is None else ratio(m, found)
+        if found is None or (against is not None and against.median < 1):
+            found = m
+    return found
+
+
+def best_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measurement | None:
+    """The fastest peer of a comparable precision; never `m` itself."""
+    precisions = COMPARABLE[m.precision]
+    return best(
+        (p for p in on_workload.values() if p.family == "peer" and p.precision in precisions and p.system != m.system),
+        on_workload,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defeat:
+    """A system of fxamp that is slower than a peer."""
+
+    results: Results
+    fxamp: Measurement
+    peer: Measurement
+    ratio: Ratio
+
+
+def defeats(results: Results) -> list[Defeat]:
+    """Every row of fxamp that loses to its best comparable peer, worst first."""
+    found: list[Defeat] = []
+    for on_workload in results.measurements.values():
+        for m in on_workload.values():
+            peer = best_peer(m, on_workload) if m.family == "fxamp" else None
+            against = ratio(m, peer) if peer is not None else None
+            if peer is not None and against is not None and against.median > LOSS_RATIO:
+                found.append(Defeat(results=results, fxamp=m, peer=peer, ratio=against))
+    return sorted(found, key=lambda d: -d.ratio.median)

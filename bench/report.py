@@ -1,0 +1,487 @@
+"""Rows -> RESULTS.md and the README's table. A pure function of the JSON lines and of the causes written by hand."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from bench import compare, rows
+from bench.compare import Defeat, Ratio, Results
+from bench.rows import Measurement
+from bench.systems import ANCHOR
+from bench.workloads import NUM_BATCHES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+BEGIN: Final = "<!-- bench:begin -->"
+END: Final = "<!-- bench:end -->"
+
+Causes = Mapping[str, Mapping[str, str]]
+"""Workload -> system -> why it loses, written by hand."""
+
+HOW: Final = f"""\
+Every system runs in a process of its own. Systems take turns: in each repetition every one runs a block of steps, and
+who begins moves on by one each time. A ratio is the median over repetitions of the quotient of two blocks of the same
+repetition, with its range in brackets, so that what slows the whole machine down cancels. Weights and data are random,
+never zeros, from the same seeds for all. Every run measures `{ANCHOR}` too: rows of different runs are compared through
+it.
+
+- **time**: of a step (forward, backward, optimizer; of inference: forward), by CUDA events. Absolute times are given
+  for GPUs only.
+- **vs peer**: against the fastest peer of the same precision whose result is one (fp8: against bf16 too). **vs same
+  mode**: against the fastest of them in the same mode of torch.compile.
+- **matrix, copy**: the step's operations (attention counted in full) per second, as a share of the measured rate of
+  matrix products in that precision ("?": the device only emulates it); and the bytes that any step has to move
+  (training: 28 a parameter, what AdamW reads and writes; inference: 2 a weight), as a share of the measured copy
+  bandwidth.
+- **memory**: peak of a step, allocated / reserved by the allocator of that process.
+- **compile**: beyond the steps themselves. Cold: with empty caches, in a process that has compiled something else
+  before; `*`: while other systems compiled too. Warm: in the same process after `torch.compiler.reset()`, with the
+  caches on disk.
+- **launches**: kernel launches + CUDA-graph launches of a step. **waits**: calls in which the host waits for the
+  device.
+- **casts**: between float formats in the joint graphs, whoever asked for them, and the bytes they would move if none
+  were fused.
+- **loss**: mean over the last {NUM_BATCHES} of the first steps, all systems from the same weights. Of inference:
+  relative error of the output against eager fp32. ✗ marks what is no result; its reason is below the table.
+"""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+def load(folder: Path) -> list[Results]:
+    """All results in a folder: GPUs first, full runs before quick ones."""
+    all_rows = [row for path in sorted(folder.glob("*.jsonl")) for row in rows.read(path)]
+    return sorted(
+        compare.results_of(all_rows),
+        key=lambda r: (r.machine.device_type != "cuda", r.protocol != "full", r.machine.device),
+    )
+
+
+def read_causes(path: Path) -> Causes:
+    """None if there is no such file."""
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def with_table(readme: str, table: str) -> str:
+    """A README with the table between its markers; unchanged if it has none."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else readme
+
+
+def write(folder: Path, page_path: Path, readme: Path | None, causes: Causes) -> None:
+    """Writes RESULTS.md, and the table into the README if that has the markers."""
+    all_results = load(folder)
+    page_path.write_text(page(all_results, causes), encoding="utf-8")
+    if readme is not None and readme.exists() and all_results:
+        old = readme.read_text(encoding="utf-8")
+        readme.write_text(with_table(old, readme_table(all_results)), encoding="utf-8")
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+def page(all_results: Sequence[Results], causes: Causes) -> str:
+    """RESULTS.md."""
+    parts = [
+        "# Results",
+        "",
+        "Written by `python -m bench --report` from the JSON lines in `bench/results`. Do not edit.",
+        "",
+    ]
+    for results in all_results:
+        parts += [f"## {_title(results)}", "", *_origin(results), "", *headline(results), ""]
+        parts += _defeats(results, causes)
+        for workload in _plain_workloads(results):
+            parts += _workload(results, workload)
+        parts += _not_measured(results) + _scaling(results)
+    return "\n".join([*parts, "## How it is measured", "", HOW])
+
+
+def readme_table(all_results: Sequence[Results]) -> str:
+    """The headline of the first machine: a GPU, if one was measured."""
+    first = all_results[0]
+    versions = next(iter(_measurements(first))).run.versions
+    lines = [
+        f"{_title(first)}, torch {versions['torch']}; time of a step, less than 1 is faster:",
+        "",
+        *headline(first),
+    ]
+    return "\n".join([*lines, "", "[All systems, memory, losses, and where fxamp loses](bench/RESULTS.md)"])
+
+
+def _title(results: Results) -> str:
+    machine = results.machine
+    name = machine.device if machine.device_type != "cpu" else f"{machine.device}, {machine.num_cpus} CPUs"
+    return name + (" (quick)" if results.protocol == "quick" else "")
+
+
+def _measurements(results: Results) -> list[Measurement]:
+    return [m for on_workload in results.measurements.values() for m in on_workload.values()]
+
+
+def _plain_workloads(results: Results) -> list[str]:
+    return [name for name, on in results.measurements.items() if all(m.sweep_over is None for m in on.values())]
+
+
+def _origin(results: Results) -> list[str]:
+    """Versions, commits and commands of the rows that are shown."""
+    runs = {m.run.id: m.run for m in _measurements(results)}.values()
+    versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in r.versions.items()) for r in runs)
+    commits = dict.fromkeys(
+        f"{(r.commit or 'no git')[:12]}{' with changes' if r.is_dirty else ''} (source {r.fxamp_source}, {r.date})"
+        for r in runs
+    )
+    threads = dict.fromkeys(f"CPU threads: {r.num_threads}" for r in runs if r.num_threads is not None)
+    lines = [f"- versions: {'; '.join([*versions, *threads])}", f"- fxamp: {'; '.join(commits)}"]
+    lines += [f"- command: `{command}`" for command in dict.fromkeys(r.command for r in runs)]
+    if results.ceilings is not None:
+        rates = results.ceilings.ceilings
+        products = ", ".join(f"{name} {_rate(value)}" for name, value in rates.matmul_flops_per_s.items())
+        copy = f"{rates.copy_bytes_per_s / 1e9:.3g} GB/s"
+        lines.append(f"- ceilings measured here: products of matrices of {rates.matmul_size}: {products}; copy {copy}")
+    return lines
+
+
+# ---- the headline ----------------------------------------------------------------------------------------------------
+_CLASSES: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+    ("16 bit", ("bf16", "fp16"), ("bf16", "fp16")),
+    ("fp8", ("fp8",), ("fp8", "bf16")),
+    ("fp32", ("fp32",), ("fp32",)),
+    ("tf32", ("tf32",), ("tf32",)),
+)
+"""Title, precisions of fxamp, precisions of the peers it stands against."""
+
+
+def headline(results: Results) -> list[str]:
+    """The best of fxamp against the best peer, for each workload and class of precision that has both."""
+    on_gpu = results.machine.device_type == "cuda"
+    lines = _table_head(
+        ["workload", "precision", "best peer", "best of fxamp", "fxamp / peer", *(["memory"] if on_gpu else [])]
+    )
+    for workload in _plain_workloads(results):
+        on = results.measurements[workload]
+        for title, ours, theirs in _CLASSES:
+            fxamp = compare.best((m for m in on.values() if m.family == "fxamp" and m.precision in ours), on)
+            peer = compare.best((m for m in on.values() if m.family == "peer" and m.precision in theirs), on)
+            if fxamp is None or peer is None:
+                continue
+            cells = [
+                workload,
+                title,
+                _named(peer, on_gpu),
+                _named(fxamp, on_gpu),
+                _ratio(compare.ratio(fxamp, peer), bold=True),
+            ]
+            lines.append(_line([*cells, *([_memory_ratio(fxamp, peer)] if on_gpu else [])]))
+    return lines
+
+
+def _named(m: Measurement, on_gpu: bool) -> str:
+    time_ms = compare.median_ms(m)
+    return f"{m.system}, {_ms(time_ms)}" if on_gpu and time_ms is not None else m.system
+
+
+def _memory_ratio(m: Measurement, peer: Measurement) -> str:
+    ours, theirs = m.facts and m.facts.memory, peer.facts and peer.facts.memory
+    return f"{ours.allocated_bytes / theirs.allocated_bytes:.2f}" if ours and theirs else ""
+
+
+# ---- where fxamp loses -----------------------------------------------------------------------------------------------
+def _defeats(results: Results, causes: Causes) -> list[str]:
+    lines = ["### Where fxamp loses", ""]
+    found = compare.defeats(results)
+    if not found:
+        return [
+            *lines,
+            f"No row of fxamp takes more than {compare.LOSS_RATIO} times the time of its best comparable peer.",
+            "",
+        ]
+    lines += [
+        f"Rows of fxamp that take more than {compare.LOSS_RATIO} times the time of the fastest comparable peer.",
+        "",
+    ]
+    for defeat in found:
+        m = defeat.fxamp
+        cause = causes.get(m.workload, {}).get(m.system, "*not explained yet*")
+        of_peer = f"{_ratio(defeat.ratio)} of {defeat.peer.system}"
+        lines.append(f"- **{m.workload} / {m.system}**: {of_peer}. {cause}{_kernels(defeat)}")
+    return [*lines, ""]
+
+
+def _kernels(defeat: Defeat) -> str:
+    """Where the time of both goes, if it was profiled."""
+    ours, theirs = (m.facts.launches if m.facts else None for m in (defeat.fxamp, defeat.peer))
+    if ours is None or theirs is None:
+        return ""
+    names = sorted(ours.kernel_ms.keys() | theirs.kernel_ms.keys(), key=lambda n: -ours.kernel_ms.get(n, 0))
+    pairs = (f"{n} {_ms(ours.kernel_ms.get(n, 0))} / {_ms(theirs.kernel_ms.get(n, 0))}" for n in names)
+    return f" Kernels, fxamp / peer: {', '.join(pairs)}."
+
+
+# ---- one workload ----------------------------------------------------------------------------------------------------
+def _workload(results: Results, workload: str) -> list[str]:
+    on = results.measurements[workload]
+    measured = [m for m in on.values() if m.timing is not None]
+    if not measured:
+        return []
+    fastest_first = sorted(measured, key=lambda m: (_against(m, measured), m.system))
+    on_gpu = results.machine.device_type == "cuda"
+    columns = {title: cell for title, (cell, needs_gpu) in _COLUMNS.items() if on_gpu or not needs_gpu}
+    lines = [f"### {workload}", "", f"{measured[0].workload_about}.", "", *_table_head(["system", *columns])]
+    notes: list[str] = []
+    for m in fastest_first:
+        problem = compare.problem(m, on)
+        name = {"fxamp": f"**{m.system}**", "ceiling": f"*{m.system}*"}.get(m.family, m.system) + (
+            " ✗" if problem else ""
+        )
+        lines.append(_line([name, *(cell(m, results) for cell in columns.values())]))
+        notes += [f"- {m.system}: {note}" for note in (problem, *_notes(m)) if note]
+    if any(m.family == "ceiling" for m in measured):
+        notes.append(
+            "- *in italics*: stores its weights low, which changes training and checkpoints. A bound, not a peer."
+        )
+    groups = {m.timing.together for m in measured if m.timing is not None}
+    if len(groups) > 1:
+        why = "not all fitted into memory at once, or they are of several runs"
+        notes.append(f"- measured in {len(groups)} groups, each beside {ANCHOR}: {why}.")
+    return [*lines, "", *notes, ""] if notes else [*lines, ""]
+
+
+def _against(m: Measurement, measured: Sequence[Measurement]) -> float:
+    """Time relative to the anchor's if there is one, for sorting."""
+    anchor = next((x for x in measured if x.system == ANCHOR), measured[0])
+    ratio = compare.ratio(m, anchor)
+    return float("inf") if ratio is None else ratio.median
+
+
+def _notes(m: Measurement) -> list[str]:
+    facts = m.facts
+    if facts is None:
+        return []
+    notes = [facts.note] if facts.note else []
+    if facts.fxamp is not None and facts.fxamp.precisions != (m.precision,):
+        notes.append(f"ran in {', '.join(facts.fxamp.precisions) or 'no graph at all'}: {'; '.join(facts.fxamp.notes)}")
+    if facts.num_graph_breaks:
+        notes.append(f"{facts.num_graphs} graphs, {facts.num_graph_breaks} graph breaks")
+    if facts.num_cuda_graph_skips:
+        notes.append(f"{facts.num_cuda_graph_skips} graphs were not recorded as CUDA graphs")
+    return notes
+
+
+Cell = Callable[[Measurement, Results], str]
+
+
+def _time(m: Measurement, results: Results) -> str:
+    assert m.timing is not None
+    times = m.timing.step_ms
+    return f"{_ms(statistics.median(times))} [{_ms(min(times))}..{_ms(max(times))}]"
+
+
+def _vs_peer(m: Measurement, results: Results) -> str:
+    on = results.measurements[m.workload]
+    peer = compare.best_peer(m, on)
+    return "" if m.family == "peer" or peer is None else _ratio(compare.ratio(m, peer), bold=m.family == "fxamp")
+
+
+def _vs_same_mode(m: Measurement, results: Results) -> str:
+    on = results.measurements[m.workload]
+    peer = compare.best_peer(
+        m, {name: p for name, p in on.items() if p.mode == m.mode or p.system == compare.REFERENCE}
+    )
+    return "" if m.family == "peer" or peer is None or peer.mode != m.mode else _ratio(compare.ratio(m, peer))
+
+
+def _vs_anchor(m: Measurement, results: Results) -> str:
+    anchor = results.measurements[m.workload].get(ANCHOR)
+    return "" if anchor is None else _ratio(compare.ratio(m, anchor))
+
+
+def _throughput(m: Measurement, results: Results) -> str:
+    time_ms = compare.median_ms(m)
+    return "" if time_ms is None else f"{_si(m.num_items_per_step / (time_ms / 1e3))} {m.unit}/s"
+
+
+def _shares(m: Measurement, results: Results) -> str:
+    time_ms, rates = compare.median_ms(m), results.ceilings and results.ceilings.ceilings
+    if time_ms is None or m.work is None or rates is None:
+        return ""
+    copying = m.work.num_min_bytes / rates.copy_bytes_per_s / (time_ms / 1e3)
+    if m.precision not in rates.matmul_flops_per_s:
+        return f"?, {copying:.0%}"
+    return f"{m.work.num_flops / rates.matmul_flops_per_s[m.precision] / (time_ms / 1e3):.0%}, {copying:.0%}"
+
+
+def _memory(m: Measurement, results: Results) -> str:
+    memory = m.facts and m.facts.memory
+    return f"{memory.allocated_bytes / 2**30:.2f} / {memory.reserved_bytes / 2**30:.2f} GiB" if memory else ""
+
+
+def _compile(m: Measurement, results: Results) -> str:
+    if m.facts is None or m.facts.cold_compile_s is None:
+        return ""
+    mark = "*" if m.facts.num_parallel_builds > 1 else ""
+    warm = "" if m.warm_compile_s is None else f", {m.warm_compile_s:.1f} s"
+    return f"{m.facts.cold_compile_s:.1f}{mark} s{warm}"
+
+
+def _launches(m: Measurement, results: Results) -> str:
+    launches = m.facts and m.facts.launches
+    return f"{launches.num_kernel_launches:.0f} + {launches.num_graph_launches:.0f}" if launches else ""
+
+
+def _waits(m: Measurement, results: Results) -> str:
+    launches = m.facts and m.facts.launches
+    return f"{launches.num_host_syncs:.3g}" if launches else ""
+
+
+def _casts(m: Measurement, results: Results) -> str:
+    if m.facts is None or m.facts.num_casts is None or m.facts.cast_bytes is None:
+        return ""
+    return f"{m.facts.num_casts}, {m.facts.cast_bytes / 1e6:.3g} MB"
+
+
+def _loss(m: Measurement, results: Results) -> str:
+    if m.facts is None:
+        return ""
+    if m.workload_kind == "infer":
+        return "" if m.facts.output_error is None else f"{m.facts.output_error:.1e}"
+    return f"{compare.last_loss(m.facts.losses):.4f}" if m.facts.losses else ""
+
+
+_COLUMNS: Final[Mapping[str, tuple[Cell, bool]]] = {
+    "time, ms": (_time, True),
+    f"vs {ANCHOR}": (_vs_anchor, False),
+    "vs peer": (_vs_peer, False),
+    "vs same mode": (_vs_same_mode, False),
+    "throughput": (_throughput, True),
+    "matrix, copy": (_shares, False),
+    "memory": (_memory, True),
+    "compile": (_compile, False),
+    "launches": (_launches, True),
+    "waits": (_waits, True),
+    "casts": (_casts, False),
+    "loss": (_loss, False),
+}
+"""Title -> (cell, does it exist on GPUs only?)."""
+
+
+# ---- what is missing, and what grows ---------------------------------------------------------------------------------
+def _not_measured(results: Results) -> list[str]:
+    """Errors one by one; what is not available by its reason."""
+    everything = _measurements(results)
+    errors = [f"- **{m.workload} / {m.system}**: {m.reason}" for m in everything if m.status == "error"]
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for m in everything:
+        if m.status == "unavailable":
+            by_reason.setdefault(str(m.reason), {}).setdefault(m.workload, []).append(m.system)
+    absent = [
+        f"- {reason}: {', '.join(dict.fromkeys(s for names in by_workload.values() for s in names))}"
+        f" ({', '.join(by_workload)})"
+        for reason, by_workload in by_reason.items()
+    ]
+    lines = ["### Errors", "", *errors, ""] if errors else []
+    return lines + (["### Not measured", "", *absent, ""] if absent else [])
+
+
+def _scaling(results: Results) -> list[str]:
+    lines = _passes(results) + _dispatch(results)
+    for over in dict.fromkeys(m.sweep_over for m in _measurements(results) if m.sweep_over is not None):
+        lines += _sweep(results, over)
+    if not lines:
+        return []
+    note = "Memory against the number of variants is not here: this version of fxamp has one variant of each graph."
+    return ["### How costs grow", "", note, "", *lines]
+
+
+def _passes(results: Results) -> list[str]:
+    if not results.pass_times:
+        return []
+    stages = list(results.pass_times[-1].stage_ms)
+    lines = [
+        "Time of fxamp's stages on graphs that train, in ms, and of torch.compile up to where Inductor would begin:",
+        "",
+    ]
+    lines += _table_head(["nodes (Dynamo, joint)", *stages, "torch.compile, s"])
+    for p in results.pass_times:
+        lines.append(
+            _line(
+                [
+                    f"{p.num_dynamo_nodes}, {p.num_joint_nodes}",
+                    *(f"{p.stage_ms[s]:.0f}" for s in stages),
+                    f"{p.compile_s:.1f}",
+                ]
+            )
+        )
+    return [*lines, ""]
+
+
+def _dispatch(results: Results) -> list[str]:
+    if not results.dispatches:
+        return []
+    lines = ["A call of a compiled graph of one layer, in microseconds of the host, Dynamo's guards left out:", ""]
+    lines += _table_head(["graph", "Inductor", "fxamp", "difference"])
+    for d in results.dispatches:
+        ours, theirs = statistics.median(d.fxamp_us), statistics.median(d.inductor_us)
+        difference = statistics.median(a - b for a, b in zip(d.fxamp_us, d.inductor_us, strict=True))
+        lines.append(_line([d.what, f"{theirs:.1f}", f"{ours:.1f}", f"{difference:+.1f}"]))
+    return [*lines, ""]
+
+
+def _sweep(results: Results, over: str) -> list[str]:
+    """Time of a step relative to the anchor's, as one thing grows."""
+    rows_of = {
+        on[next(iter(on))].sweep_value: on
+        for on in results.measurements.values()
+        if next(iter(on.values())).sweep_over == over
+    }
+    names = list(dict.fromkeys(m.system for on in rows_of.values() for m in on.values() if m.timing is not None))
+    on_gpu = results.machine.device_type == "cuda"
+    lines = [f"Time of a step over that of {ANCHOR}, against {over}:", "", *_table_head([over, *names])]
+    for value in sorted(v for v in rows_of if v is not None):
+        on = rows_of[value]
+        lines.append(_line([str(value), *(_swept(on.get(name), on, on_gpu) for name in names)]))
+    return [*lines, ""]
+
+
+def _swept(m: Measurement | None, on: Mapping[str, Measurement], on_gpu: bool) -> str:
+    time_ms = None if m is None else compare.median_ms(m)
+    if m is None or time_ms is None or ANCHOR not in on:
+        return ""
+    return _ratio(compare.ratio(m, on[ANCHOR])) + (f", {_ms(time_ms)}" if on_gpu else "")
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _table_head(titles: Sequence[str]) -> list[str]:
+    return [_line(titles), _line(["---"] * len(titles))]
+
+
+def _ratio(ratio: Ratio | None, *, bold: bool = False) -> str:
+    if ratio is None:
+        return ""
+    value = f"**{ratio.median:.2f}**" if bold else f"{ratio.median:.2f}"
+    return value if ratio.low == ratio.high else f"{value} [{ratio.low:.2f}..{ratio.high:.2f}]"
+
+
+def _ms(time_ms: float | None) -> str:
+    return "" if time_ms is None else f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:.0f}"
+
+
+def _si(value: float) -> str:
+    """Three digits and a prefix: "412k"."""
+    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{prefix}"
+    return f"{value:.3g}"
+
+
+def _rate(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.3g} GFLOP/s"

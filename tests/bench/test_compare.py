@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from bench import compare
+from bench.systems import ANCHOR, REFERENCE
+from tests.bench.make import CPU, FALLING, ceilings, facts, measurement, run
+
+TOGETHER = (ANCHOR, "a", "fxamp-bf16")
+
+
+def on(*measurements):
+    return {m.system: m for m in measurements}
+
+
+# ---- ratios ----------------------------------------------------------------------------------------------------------
+def test_ratio_of_those_who_took_turns_pairs_repetitions():
+    """The machine slows down to a third in the last repetition; the ratio does not notice."""
+    a = measurement("a", (10.0, 10.0, 30.0), together=TOGETHER)
+    b = measurement("fxamp-bf16", (5.0, 6.0, 15.0), together=TOGETHER)
+    ratio = compare.ratio(b, a)
+    assert ratio is not None
+    assert (ratio.median, ratio.low, ratio.high) == (0.5, 0.5, 0.6)
+
+
+def test_ratio_across_runs_goes_through_the_anchor():
+    """The second run's machine was half as fast, for everybody."""
+    a = measurement("a", (20.0,) * 3, anchor_ms=(10.0,) * 3)
+    b = measurement("fxamp-bf16", (20.0,) * 3, anchor_ms=(20.0,) * 3, run=run("r2"))
+    ratio = compare.ratio(b, a)
+    assert ratio is not None
+    assert ratio.median == 0.5
+
+
+def test_ratio_across_groups_of_one_run_goes_through_the_anchor():
+    a = measurement("a", (20.0,) * 3, anchor_ms=(10.0,) * 3, together=(ANCHOR, "a"))
+    b = measurement("fxamp-bf16", (20.0,) * 3, anchor_ms=(20.0,) * 3, together=(ANCHOR, "fxamp-bf16"))
+    ratio = compare.ratio(b, a)
+    assert ratio is not None
+    assert ratio.median == 0.5
+
+
+def test_no_ratio_without_a_common_yardstick():
+    a = measurement("a", (20.0,) * 3, anchor_ms=(), together=("a",))
+    b = measurement("fxamp-bf16", (20.0,) * 3, run=run("r2"))
+    assert compare.ratio(b, a) is None
+    assert compare.ratio(measurement("a", None), b) is None
+
+
+# ---- results and non-results -----------------------------------------------------------------------------------------
+REFERENCE_ROW = measurement(REFERENCE, precision="fp32")
+
+
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        (FALLING, None),
+        ((5.0, *[3.1] * 7), None),  # 95 % of the drop
+        ((5.0, *[3.5] * 7), "trains worse"),
+        ((5.0, *[5.0] * 7), "trains worse"),
+        ((5.0, *[math.nan] * 7), "not finite"),
+        ((math.inf, *[3.0] * 7), "not finite"),
+    ],
+)
+def test_training(losses, says):
+    m = measurement("fxamp-bf16", facts=facts(losses=losses))
+    found = compare.problem(m, on(m, REFERENCE_ROW))
+    assert (found is None) == (says is None)
+    assert says is None or says in str(found)
+
+
+def test_a_gap_below_one_rounding_is_none():
+    reference = measurement(REFERENCE, facts=facts(losses=(5.0, *[4.99] * 7)))
+    m = measurement("fxamp-bf16", facts=facts(losses=(5.0, *[5.001] * 7)))
+    assert compare.problem(m, on(m, reference)) is None
+
+
+def test_other_lengths_are_not_compared():
+    m = measurement("fxamp-bf16", facts=facts(losses=(5.0, 5.0)))
+    assert compare.problem(m, on(m, REFERENCE_ROW)) is None
+
+
+@pytest.mark.parametrize(("error", "is_good"), [(0.01, True), (0.2, False), (math.nan, False)])
+def test_inference(error, is_good):
+    m = measurement("fxamp-bf16", workload_kind="infer", facts=facts(losses=(), output_error=error))
+    assert (compare.problem(m, on(m)) is None) == is_good
+
+
+# ---- against whom ----------------------------------------------------------------------------------------------------
+def test_best_peer_is_the_fastest_comparable_one_that_trains():
+    ours = measurement("fxamp-bf16")
+    slow, fast = measurement("slow", (9.0,) * 3), measurement("fast", (8.0,) * 3)
+    broken = measurement("broken", (1.0,) * 3, facts=facts(losses=(5.0,) * 8))
+    other_precision = measurement("fp16", (2.0,) * 3, precision="fp16")
+    ceiling = measurement("ceiling", (3.0,) * 3, family="ceiling")
+    failed = measurement("failed", None, status="error", reason="no", facts=None)
+    found = on(ours, slow, fast, broken, other_precision, ceiling, failed, REFERENCE_ROW)
+    assert compare.best_peer(ours, found) is fast
+    assert compare.best_peer(fast, found) is slow  # never itself
+    assert compare.best_peer(replace(ours, precision="tf32"), found) is None
+    assert compare.best_peer(replace(ours, precision="fp8"), found) is fast  # bf16 counts against fp8
+
+
+@pytest.mark.parametrize(("step_ms", "loses"), [(10.3, True), (10.1, False), (8.0, False)])
+def test_defeats(step_ms, loses):
+    peer, ours = measurement("peer"), measurement("fxamp-bf16", (step_ms,) * 3)
+    (results,) = compare.results_of([peer, ours])
+    found = compare.defeats(results)
+    assert [(d.fxamp, d.peer) for d in found] == ([(ours, peer)] if loses else [])
+
+
+def test_worst_defeat_first():
+    ours = [measurement(f"fxamp-{i}", (ms,) * 3) for i, ms in enumerate((11.0, 20.0, 12.0))]
+    (results,) = compare.results_of([measurement("peer"), *ours])
+    assert [d.fxamp.system for d in compare.defeats(results)] == ["fxamp-1", "fxamp-2", "fxamp-0"]
+
+
+# ---- sorting ---------------------------------------------------------------------------------------------------------
+def test_later_rows_replace_earlier_ones_and_machines_stay_apart():
+    old, new = measurement("peer", (1.0,) * 3), measurement("peer", (2.0,) * 3)
+    elsewhere = measurement("peer", run=run(machine=CPU))
+    quick = measurement("peer", run=run(protocol="quick"))
+    found = compare.results_of([old, ceilings(), new, elsewhere, quick])
+    assert [(r.machine.device_type, r.protocol) for r in found] == [
+        ("cuda", "full"),
+        ("cpu", "full"),
+        ("cuda", "quick"),
+    ]
+    assert found[0].measurements["tiny-gpt"]["peer"] is new
+    assert found[0].ceilings is not None
+    assert found[1].ceilings is None

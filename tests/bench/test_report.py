@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench import compare, report, rows
+from bench.__main__ import RESULTS
+from bench.rows import Dispatch, PassTime
+from bench.systems import ANCHOR, REFERENCE
+from tests.bench.make import CPU, ceilings, facts, fxamp_facts, measurement, run
+from tests.house.source import ROOT
+
+ROWS = [
+    ceilings(),
+    measurement(REFERENCE, (40.0, 40.0, 44.0), precision="fp32"),
+    measurement(ANCHOR),
+    measurement("fxamp-bf16", (12.0, 12.0, 12.6)),
+    measurement("bf16-weights-compile", (8.0,) * 3, family="ceiling"),
+]
+
+
+def page_of(*measured, causes=None):
+    return report.page(compare.results_of(measured), causes or {})
+
+
+def row_of(text: str, system: str) -> dict[str, str]:
+    """The cells of a system's line, by the titles of its table."""
+    lines = text.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("|") and system in line.split("|")[1] and i > 15)
+    head = next(i for i in range(at, -1, -1) if lines[i].startswith("| --- ")) - 1
+    return dict(zip(*([c.strip() for c in lines[i].strip("|").split("|")] for i in (head, at)), strict=True))
+
+
+# ---- the files of the project ----------------------------------------------------------------------------------------
+def test_results_page_agrees_with_the_json_lines():
+    page_path = RESULTS.parent / "RESULTS.md"
+    written = page_path.read_text(encoding="utf-8") if page_path.exists() else None
+    has_rows = any(RESULTS.glob("*.jsonl"))
+    assert (written is not None) == has_rows, "python -m bench --report"
+    causes = report.read_causes(RESULTS.parent / "causes.toml")
+    assert written is None or written == report.page(report.load(RESULTS), causes), "python -m bench --report"
+
+
+def test_readme_agrees_with_the_json_lines():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    all_results = report.load(RESULTS)
+    if all_results:
+        assert readme == report.with_table(readme, report.readme_table(all_results)), "python -m bench --report"
+    else:
+        assert report.BEGIN not in readme, "the README has a place for a table, and there are no results"
+
+
+def test_causes_are_of_rows_that_exist():
+    causes = report.read_causes(RESULTS.parent / "causes.toml")
+    known = {(name, m.system) for r in report.load(RESULTS) for name, on in r.measurements.items() for m in on.values()}
+    assert {(workload, system) for workload in causes for system in causes[workload]} <= known
+
+
+# ---- README ----------------------------------------------------------------------------------------------------------
+def test_table_goes_between_the_markers():
+    readme = f"# Title\n\n{report.BEGIN}\nold\n{report.END}\n\nmore\n"
+    assert report.with_table(readme, "new") == f"# Title\n\n{report.BEGIN}\nnew\n{report.END}\n\nmore\n"
+    for untouched in ("no markers\n", f"only {report.BEGIN}\n", f"only {report.END}\n"):
+        assert report.with_table(untouched, "new") == untouched
+
+
+def test_readme_shows_a_gpu_if_there_is_one():
+    on_cpu = measurement(ANCHOR, run=run(machine=CPU))
+    results = sorted(compare.results_of([on_cpu, *ROWS]), key=lambda r: r.machine.device_type == "cpu")
+    table = report.readme_table(results)
+    assert "Some GPU, torch 2.11.0" in table
+    assert "1.20" in table
+
+
+def test_written_files(tmp_path):
+    rows.append(tmp_path / "results" / "gpu.jsonl", ROWS)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    report.write(tmp_path / "results", tmp_path / "RESULTS.md", readme, {})
+    assert (tmp_path / "RESULTS.md").read_text() == page_of(*ROWS)
+    assert report.readme_table(compare.results_of(ROWS)) in readme.read_text()
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+def test_a_row_of_the_table():
+    cells = row_of(page_of(*ROWS), "**fxamp-bf16**")
+    assert cells == {
+        "system": "**fxamp-bf16**",
+        "time, ms": "12 [12..12.6]",
+        f"vs {ANCHOR}": "1.20 [1.20..1.26]",
+        "vs peer": "**1.20** [1.20..1.26]",
+        "vs same mode": "1.20 [1.20..1.26]",
+        "throughput": "83.3k tokens/s",
+        "matrix, copy": "17%, 2%",  # 1e12 / 5e14 and 1e9 / 4e12 seconds of 12 ms
+        "memory": "2.00 / 3.00 GiB",
+        "compile": "12.0 s, 2.0 s",
+        "launches": "100 + 2",
+        "waits": "1",
+        "casts": "3, 6 MB",
+        "loss": "3.0000",
+    }
+
+
+def test_fastest_first():
+    text = page_of(*ROWS)
+    order = [text.index(f"\n| {name} |") for name in ("*bf16-weights-compile*", ANCHOR, "**fxamp-bf16**", REFERENCE)]
+    assert order == sorted(order)
+
+
+def test_no_absolute_time_from_a_cpu():
+    text = page_of(*(replace(m, run=run(machine=CPU)) for m in ROWS))
+    cells = row_of(text, "**fxamp-bf16**")
+    assert not cells.keys() & {"time, ms", "throughput", "memory", "launches", "waits"}
+    assert cells["vs peer"] == "**1.20** [1.20..1.26]"
+    assert "12.6" not in text
+
+
+def test_a_rate_that_is_only_emulated_has_no_share():
+    cells = row_of(page_of(*ROWS[1:], ceilings(ceilings=replace(ROWS[0].ceilings, matmul_flops_per_s={}))), ANCHOR)
+    assert cells["matrix, copy"] == "?, 2%"
+
+
+def test_contended_compile_times_are_marked():
+    m = measurement(ANCHOR, facts=facts(num_parallel_builds=4), warm_compile_s=None)
+    assert row_of(page_of(m), ANCHOR)["compile"] == "12.0* s"
+
+
+def test_inference_shows_its_error():
+    m = measurement(ANCHOR, workload_kind="infer", facts=facts(losses=(), output_error=0.0123))
+    assert row_of(page_of(m), ANCHOR)["loss"] == "1.2e-02"
+
+
+def test_what_is_no_result_is_flagged_and_wins_nothing():
+    broken = measurement("fxamp-bf16", (5.0,) * 3, facts=facts(losses=(5.0,) * 8, fxamp=fxamp_facts()))
+    text = page_of(*ROWS[:3], broken)
+    assert "**fxamp-bf16** ✗" in text
+    assert "fxamp-bf16: trains worse" in text
+    headline = text[: text.index("### Where fxamp loses")]
+    assert "fxamp-bf16" not in headline.replace("`", "")
+
+
+def test_headline_has_the_best_of_both():
+    faster = measurement("fxamp-bf16-train-step", (5.0,) * 3)
+    (line,) = [x for x in report.headline(compare.results_of([*ROWS, faster])[0]) if "tiny-gpt | 16 bit" in x]
+    assert line == f"| tiny-gpt | 16 bit | {ANCHOR}, 10 | fxamp-bf16-train-step, 5 | **0.50** | 1.00 |"
+
+
+# ---- defeats, errors, gaps -------------------------------------------------------------------------------------------
+def test_defeats_and_their_causes():
+    text = page_of(*ROWS, causes={"tiny-gpt": {"fxamp-bf16": "Copies of outputs."}})
+    section = text[text.index("### Where fxamp loses") : text.index("### tiny-gpt")]
+    assert f"**tiny-gpt / fxamp-bf16**: 1.20 [1.20..1.26] of {ANCHOR}. Copies of outputs." in section
+    assert "Kernels, fxamp / peer: matmul 7 / 7, cast 1.5 / 1.5." in section
+    assert "*not explained yet*" in page_of(*ROWS)
+    assert "No row of fxamp takes more than 1.02" in page_of(*ROWS[:3])
+
+
+def test_errors_and_gaps_are_listed():
+    failed = measurement("fp16", None, status="error", reason="RuntimeError: no", facts=None)
+    absent = measurement("fp8", None, status="unavailable", reason="torchao is not installed", facts=None)
+    text = page_of(*ROWS, failed, absent)
+    assert "- **tiny-gpt / fp16**: RuntimeError: no" in text
+    assert "- torchao is not installed: fp8 (tiny-gpt)" in text
+
+
+def test_a_precision_that_did_not_run_is_said():
+    other = measurement("fxamp-bf16", facts=facts(fxamp=fxamp_facts(precisions=("fp32",), notes=("no bf16 here",))))
+    assert "fxamp-bf16: ran in fp32: no bf16 here" in page_of(*ROWS[:3], other)
+
+
+def test_groups_are_said():
+    together, alone = measurement(ANCHOR), measurement("fp32-compile", together=("fp32-compile", ANCHOR))
+    assert f"measured in 2 groups, each beside {ANCHOR}" in page_of(together, alone)
+    assert "groups" not in page_of(together, measurement("fp32-compile"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"commit": None}, "no git (source ffffffffffff"),
+        ({"is_dirty": True}, "0123456789ab with changes"),
+        ({"num_threads": 1}, "CPU threads: 1"),
+    ],
+)
+def test_origin_of_rows(changes, says):
+    assert says in page_of(measurement(ANCHOR, run=run(**changes)))
+
+
+# ---- growth ----------------------------------------------------------------------------------------------------------
+def test_growth():
+    sweep = [
+        replace(measurement(system, ms), workload=f"w{n}", sweep_over="layers", sweep_value=n)
+        for n in (16, 2)
+        for system, ms in ((ANCHOR, (10.0,) * 3), ("fxamp-bf16", (10.0 * n,) * 3))
+    ]
+    text = page_of(
+        *ROWS,
+        *sweep,
+        PassTime(run=run(), num_dynamo_nodes=992, num_joint_nodes=7642, stage_ms={"plan": 70.4}, compile_s=4.56),
+        Dispatch(run=run(), what="training", inductor_us=(10.0, 20.0), fxamp_us=(13.0, 23.0)),
+    )
+    assert "| 992, 7642 | 70 | 4.6 |" in text
+    assert "| training | 15.0 | 18.0 | +3.0 |" in text
+    assert text.index("| 2 | 1.00, 10 | 2.00, 20 |") < text.index("| 16 | 1.00, 10 | 16.00, 160 |")
+    assert "### w16" not in text

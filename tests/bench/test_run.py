@@ -1,0 +1,401 @@
+"""Planning of a run, with workers that only pretend."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bench import rows, run, scaling
+from bench.measure import Ceilings, Launches, Memory, Work
+from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime
+from bench.run import Bench, Config, rotated
+from bench.systems import ANCHOR, System
+from bench.worker import Reply
+from tests.bench.make import facts
+
+GIB = 2**30
+
+
+@dataclass
+class World:
+    """What all pretended workers share: a memory, a list of what was asked, and replies that tests plant."""
+
+    free_gib: float | None = None
+    """None: a CPU."""
+    need_gib: float = 1.0
+    log: list[tuple[str, str]] = field(default_factory=list)
+    built: set[str] = field(default_factory=set)
+    planted: dict[tuple[str, str], Callable[[], Reply]] = field(default_factory=dict)
+
+    def hire(self, system: System | None) -> Pretended:
+        return Pretended(self, system.name if system else "device")
+
+    def order(self, method: str) -> list[str]:
+        return [name for name, asked in self.log if asked == method]
+
+
+@dataclass
+class Pretended:
+    """A worker that answers at once."""
+
+    world: World
+    name: str
+
+    def ask(self, method: str, *arguments: Any, timeout_s: float) -> Reply:
+        assert timeout_s > 0
+        self.world.log.append((self.name, method))
+        if (self.name, method) in self.world.planted:
+            return self.world.planted[self.name, method]()
+        return Reply(status="ok", value=getattr(self, method)(*arguments))
+
+    def stop(self) -> None:
+        self.world.built.discard(self.name)
+
+    def start_up(self) -> dict[str, Any]:
+        return self.device_facts()
+
+    def device_facts(self) -> dict[str, Any]:
+        free = self.world.free_gib
+        left = None if free is None else int((free - len(self.world.built) * self.world.need_gib) * GIB)
+        return {"name": "Some GPU", "free_bytes": left}
+
+    def measure_ceilings(self) -> Ceilings:
+        return Ceilings(matmul_flops_per_s={"fp32": 1e12}, matmul_size=8, copy_bytes_per_s=1e9, copy_bytes=8)
+
+    def count_work(self, name: str) -> Work:
+        return Work(num_flops=10, num_min_bytes=10)
+
+    def unavailable(self, system: System, name: str) -> str | None:
+        return "not today" if system.name == "tf32-compile" else None
+
+    def measure_passes(self, num_nodes: int) -> scaling.PassFacts:
+        return scaling.PassFacts(num_dynamo_nodes=num_nodes, num_joint_nodes=3, stage_ms={"plan": 1.0}, compile_s=1.0)
+
+    def measure_dispatch(self) -> list[scaling.DispatchFacts]:
+        return [scaling.DispatchFacts(what="training", inductor_us=(1.0,), fxamp_us=(2.0,))]
+
+    def build(self, name: str, num_parallel_builds: int) -> Any:
+        self.world.built.add(self.name)
+        reserved = int(self.world.need_gib * GIB)
+        memory = None if self.world.free_gib is None else Memory(allocated_bytes=reserved, reserved_bytes=reserved)
+        return facts(rough_step_ms=50.0, memory=memory, num_parallel_builds=num_parallel_builds, launches=None)
+
+    def time(self, num_steps: int) -> float:
+        return 20.0 if self.name.startswith("fxamp") else 10.0
+
+    def profile(self) -> Launches | None:
+        return facts().launches
+
+    def warm_compile(self) -> float:
+        self.world.built.discard(self.name)
+        return 3.0
+
+    def release(self) -> None:
+        self.world.built.discard(self.name)
+
+
+NAMES = (ANCHOR, "fp32-eager", "fp32-compile", "fxamp-bf16")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        device_type="cpu",
+        protocol="full",
+        workloads=("mlp-small",),
+        systems=NAMES,
+        num_repetitions=4,
+        block_ms=100,
+        num_jobs=1,
+        num_threads=None,
+        compiles_again=True,
+        build_timeout_s=100,
+        budget_s=None,
+        is_fresh=False,
+        retries_errors=False,
+        reuses_peers=False,
+        does_scaling=False,
+        results=tmp_path,
+        command="python -m bench",
+        commit="abc",
+    )
+
+
+def go(config: Config, world: World) -> dict[str, Measurement]:
+    """Runs, and returns the last row of each system on the first workload."""
+    bench = Bench(config, world.hire, Console(file=io.StringIO()))
+    bench.measure_all()
+    found = [r for r in rows.read(bench.path) if isinstance(r, Measurement) and r.workload == config.workloads[0]]
+    return {r.system: r for r in found}
+
+
+# ---- turns -----------------------------------------------------------------------------------------------------------
+def test_systems_take_turns_and_who_begins_moves_on(config):
+    world = World()
+    go(config, world)
+    turns = iter(world.order("time"))
+    take: Callable[[], list[str]] = lambda: [next(turns) for _ in NAMES]  # noqa: E731
+    assert take() == list(NAMES)  # calibration
+    assert [take() for _ in range(4)] == [rotated(NAMES, i) for i in range(4)]
+    assert next(turns, None) is None
+
+
+def test_rotation():
+    assert [rotated("abc", i) for i in range(4)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"], ["a", "b", "c"]]
+    assert rotated([], 3) == []
+
+
+def test_rows_hold_times_ratios_and_everything_else(config):
+    found = go(config, World())
+    assert found.keys() == set(NAMES)
+    ours = found["fxamp-bf16"]
+    assert ours.timing is not None
+    assert ours.timing.step_ms == (20.0,) * 4
+    assert ours.timing.anchor_ratios == (2.0,) * 4
+    assert ours.timing.num_steps_per_block == 5  # of 20 ms, in 100
+    assert set(ours.timing.together) == set(NAMES)
+    assert (ours.status, ours.warm_compile_s, ours.family, ours.precision) == ("ok", 3.0, "fxamp", "bf16")
+    assert ours.facts is not None
+    assert ours.facts.launches == facts().launches  # of "profile": "build" has none
+
+
+def test_profiling_comes_behind_all_timing(config):
+    world = World()
+    go(config, world)
+    methods = [method for _, method in world.log]
+    last_time = len(methods) - 1 - methods[::-1].index("time")
+    assert methods.index("profile") > last_time
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+def test_a_failed_build_is_a_row_and_the_rest_goes_on(config):
+    failed = Reply(status="error", reason="RuntimeError: no")
+    found = go(config, World(planted={("fp32-compile", "build"): lambda: failed}))
+    row = found["fp32-compile"]
+    assert (row.status, row.reason, row.timing, row.facts) == ("error", "RuntimeError: no", None, None)
+    assert found["fxamp-bf16"].timing is not None
+
+
+def test_who_fails_in_a_turn_drops_out(config):
+    replies: Iterator[Reply] = iter([Reply(status="ok", value=10.0)] * 2 + [Reply(status="error", reason="died")])
+    found = go(config, World(planted={("fp32-compile", "time"): lambda: next(replies)}))
+    assert (found["fp32-compile"].status, found["fp32-compile"].reason) == ("error", "died")
+    assert found["fxamp-bf16"].timing is not None
+    assert "fp32-compile" not in found["fxamp-bf16"].timing.together
+
+
+def test_without_the_anchor_the_others_are_measured(config):
+    failed = Reply(status="error", reason="no")
+    found = go(config, World(planted={(ANCHOR, "build"): lambda: failed}))
+    timing = found["fxamp-bf16"].timing
+    assert timing is not None
+    assert timing.anchor_ratios == ()
+    assert found[ANCHOR].status == "error"
+
+
+def test_what_is_not_available_is_a_row_and_never_built(config):
+    world = World()
+    found = go(replace(config, systems=(*NAMES, "tf32-compile")), world)
+    assert (found["tf32-compile"].status, found["tf32-compile"].reason) == ("unavailable", "not today")
+    assert "tf32-compile" not in world.order("build")
+
+
+def test_without_anything_that_works_there_are_rows(config):
+    failed = Reply(status="error", reason="no")
+    found = go(config, World(planted={(name, "build"): lambda: failed for name in NAMES}))
+    assert {row.status for row in found.values()} == {"error"}
+    assert found.keys() == set(NAMES)
+
+
+def test_a_workload_without_its_package(config, monkeypatch):
+    monkeypatch.setattr(run.workloads.Workload, "missing", lambda _: "nothing is not installed")
+    world = World()
+    found = go(config, world)
+    assert {row.reason for row in found.values()} == {"nothing is not installed"}
+    assert world.order("build") == []
+
+
+def test_a_device_that_does_not_answer_ends_the_run(config):
+    failed = Reply(status="error", reason="no driver")
+    with pytest.raises(RuntimeError, match="no driver"):
+        go(config, World(planted={("device", "start_up"): lambda: failed}))
+
+
+# ---- what is known already -------------------------------------------------------------------------------------------
+def test_what_is_known_is_left_out_and_the_anchor_comes_along(config):
+    go(config, World())
+    again = World()
+    go(config, again)
+    assert again.order("build") == []
+
+    more = World()
+    found = go(replace(config, systems=(*NAMES, "bf16-autocast-eager")), more)
+    assert sorted(more.order("build")) == sorted((ANCHOR, "bf16-autocast-eager"))
+    assert found["bf16-autocast-eager"].timing is not None
+    assert found["bf16-autocast-eager"].timing.anchor_ratios == (1.0,) * 4
+
+
+def test_fresh_measures_all_again(config):
+    go(config, World())
+    again = World()
+    go(replace(config, is_fresh=True), again)
+    assert sorted(again.order("build")) == sorted(NAMES)
+
+
+def test_errors_are_tried_again_when_asked_for(config):
+    failed = Reply(status="error", reason="no")
+    go(config, World(planted={("fp32-compile", "build"): lambda: failed}))
+    again = World()
+    go(config, again)
+    assert again.order("build") == []
+    found = go(replace(config, retries_errors=True), again)
+    assert sorted(again.order("build")) == sorted((ANCHOR, "fp32-compile"))
+    assert found["fp32-compile"].status == "ok"
+
+
+def test_a_change_of_fxamp_outdates_its_rows_and_if_wished_no_others(config, monkeypatch):
+    go(config, World())
+    bench_files = {run.origin.ROOT / "bench" / name for name in run.origin.MEASURING}
+    digest = run.origin.digest
+
+    def changed(root: Path, paths: Any) -> str:
+        paths = set(paths)
+        return digest(root, paths) if paths == bench_files else "changed"
+
+    monkeypatch.setattr(run.origin, "digest", changed)
+    reusing, not_reusing = World(), World()
+    go(replace(config, reuses_peers=True), reusing)
+    assert sorted(reusing.order("build")) == sorted((ANCHOR, "fxamp-bf16"))
+    go(config, not_reusing)
+    assert "fp32-eager" in not_reusing.order("build")
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+def test_a_spent_budget_begins_nothing(config):
+    world = World()
+    assert go(replace(config, budget_s=0.0), world) == {}
+    assert world.order("build") == []
+
+
+def test_what_is_built_when_time_is_short_is_timed(config, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr(run.time, "monotonic", lambda: now_s)
+
+    def build() -> Reply:
+        nonlocal now_s
+        now_s += 200
+        return Reply(status="ok", value=facts(rough_step_ms=50.0, launches=None))
+
+    world = World(planted={(name, "build"): build for name in NAMES})
+    found = go(replace(config, budget_s=415.0), world)
+    assert [found[name].timing is not None for name in found] == [True, True]  # the anchor and the next one
+    assert set(found) == {ANCHOR, "fp32-eager"}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def test_groups_by_memory_each_beside_the_anchor(config):
+    """6 GiB, 2 for each, and 1.4 times that has to be free: the anchor and one other at a time."""
+    found = go(replace(config, device_type="cuda"), World(free_gib=6.0, need_gib=2.0))
+    timings = [found[name].timing for name in NAMES]
+    assert [set(t.together) for t in timings if t is not None][1:] == [{ANCHOR, name} for name in NAMES[1:]]
+    assert all(t is not None and len(t.anchor_ratios) == 4 for t in timings)
+
+
+def test_as_many_at_once_as_jobs_and_memory_allow(config):
+    world = World(free_gib=100.0, need_gib=2.0)
+    found = go(replace(config, device_type="cuda", num_jobs=3), world)
+    builds = {name: row.facts.num_parallel_builds for name, row in found.items() if row.facts is not None}
+    assert builds == {ANCHOR: 1, "fp32-eager": 3, "fp32-compile": 3, "fxamp-bf16": 3}
+
+
+def test_who_tunes_kernels_is_built_alone_and_last(config):
+    tuner = "bf16-autocast-max-autotune"
+    world = World()
+    found = go(replace(config, systems=(tuner, *NAMES), num_jobs=4), world)
+    assert world.order("build")[-1] == tuner
+    tuned = found[tuner].facts
+    assert tuned is not None
+    assert tuned.num_parallel_builds == 1
+
+
+def test_who_runs_out_of_memory_in_company_tries_again_beside_the_anchor(config):
+    full = Reply(status="error", reason="out of memory", is_out_of_memory=True)
+    replies = iter([full])
+
+    def build() -> Reply:
+        return next(replies, Reply(status="ok", value=facts(rough_step_ms=50.0, launches=None)))
+
+    world = World(free_gib=100.0, planted={("fp32-compile", "build"): build})
+    found = go(replace(config, device_type="cuda"), world)
+    assert world.order("build").count("fp32-compile") == 2
+    timing = found["fp32-compile"].timing
+    assert timing is not None
+    assert set(timing.together) == {ANCHOR, "fp32-compile"}
+
+
+def test_who_runs_out_of_memory_in_a_turn_tries_again_too(config):
+    full = Reply(status="error", reason="out of memory", is_out_of_memory=True)
+    replies = iter([Reply(status="ok", value=10.0), full])
+    world = World(
+        free_gib=100.0,
+        planted={("fp32-compile", "time"): lambda: next(replies, Reply(status="ok", value=10.0))},
+    )
+    found = go(replace(config, device_type="cuda"), world)
+    assert world.order("build").count("fp32-compile") == 2
+    timing = found["fp32-compile"].timing
+    assert timing is not None
+    assert set(timing.together) == {ANCHOR, "fp32-compile"}
+    assert found["fxamp-bf16"].timing is not None
+
+
+def test_who_runs_out_of_memory_alone_is_an_error(config):
+    full = Reply(status="error", reason="out of memory", is_out_of_memory=True)
+    world = World(free_gib=100.0, planted={("fp32-compile", "build"): lambda: full})
+    found = go(replace(config, device_type="cuda"), world)
+    assert (found["fp32-compile"].status, found["fp32-compile"].reason) == ("error", "out of memory")
+    assert world.order("build").count("fp32-compile") == 2
+
+
+# ---- protocols -------------------------------------------------------------------------------------------------------
+def test_quick_runs_report_no_compile_times_and_stand_apart(config):
+    bench = Bench(replace(config, protocol="quick", compiles_again=False), World().hire, Console(file=io.StringIO()))
+    bench.measure_all()
+    assert bench.path.name.endswith("-quick.jsonl")
+    measured = [r for r in rows.read(bench.path) if isinstance(r, Measurement)]
+    assert {(r.facts.cold_compile_s, r.warm_compile_s) for r in measured if r.facts is not None} == {(None, None)}
+
+
+def test_scaling(config):
+    world = World()
+    bench = Bench(replace(config, does_scaling=True, workloads=()), world.hire, Console(file=io.StringIO()))
+    bench.measure_all()
+    found = list(rows.read(bench.path))
+    assert [r.num_dynamo_nodes for r in found if isinstance(r, PassTime)] == list(scaling.NUM_NODES)
+    assert len([r for r in found if isinstance(r, Dispatch)]) == 1
+    swept = [r for r in found if isinstance(r, Measurement)]
+    assert {r.sweep_over for r in swept} == {"layers", "batch size"}
+    assert {r.system for r in swept} == {ANCHOR, "fxamp-bf16"}
+
+
+def test_a_run_that_is_killed_keeps_finished_workloads(config):
+    def killed() -> Reply:
+        raise KeyboardInterrupt
+
+    world = World()
+    bench = Bench(replace(config, workloads=("mlp-small", "gpt-small")), world.hire, Console(file=io.StringIO()))
+    calls = iter(range(100))
+
+    def count_work() -> Reply:
+        return Reply(status="ok", value=Work(num_flops=1, num_min_bytes=1)) if next(calls) == 0 else killed()
+
+    world.planted["device", "count_work"] = count_work
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure_all()
+    kinds = [type(r) for r in rows.read(bench.path)]
+    assert kinds == [CeilingsRow, *[Measurement] * len(NAMES)]
