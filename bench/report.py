@@ -29,8 +29,8 @@ HOW: Final = f"""\
 Every system runs in a process of its own. Systems take turns: in each repetition every one runs a block of steps, and
 who begins moves on by one each time. A ratio is the median over repetitions of the quotient of two blocks of the same
 repetition, with its range in brackets, so that what slows the whole machine down cancels. Weights and data are random,
-never zeros, from the same seeds for all. Every run measures `{ANCHOR}` too: rows of different runs are compared through
-it.
+never zeros, from the same seeds for all. Every run measures `{ANCHOR}` too: rows of different runs are
+compared through it. torch's settings are its defaults: on a GPU, fp32 means TF32 for convolutions, not for products.
 
 - **time**: of a step (forward, backward, optimizer; of inference: forward), by CUDA events. Absolute times are given
   for GPUs only.

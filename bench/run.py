@@ -274,7 +274,7 @@ class Bench:
         self._finish([ANCHOR], outcome)
 
     def _start(self, names: Sequence[str]) -> None:
-        """Starts processes, which is most of the work of a small run, at the same time. Failures show when they build."""
+        """Starts processes at the same time: that is most of the work of a small run. Failures show when they build."""
         num_jobs = max(self.config.num_jobs, self.run.machine.num_cpus // 2)
         with ThreadPoolExecutor(num_jobs) as pool:
             list(pool.map(lambda n: self._workers[n].ask("device_facts", timeout_s=self.config.build_timeout_s), names))

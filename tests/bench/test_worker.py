@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fxamp
-from bench import systems, worker, workloads
+from bench import measure, systems, worker, workloads
 from bench.measure import CountCasts
 from bench.rows import Facts
 from bench.systems import NotApplicable
@@ -130,16 +130,19 @@ def test_casts_are_observed_while_building_only(monkeypatch):
     from torch._inductor import config
 
     seen: list[Any] = []
-    prepare = systems.prepare
+    time_block_ms = measure.time_block_ms
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any) -> float:
         seen.append(config.joint_custom_pre_pass)
-        return prepare(*args)
+        return time_block_ms(*args)
 
-    monkeypatch.setattr(systems, "prepare", noted)
-    Server(SYSTEMS["fp32-eager"], "cpu").build("mlp-small", 1)
-    assert isinstance(seen[0], CountCasts)
-    assert config.joint_custom_pre_pass is None
+    monkeypatch.setattr(measure, "time_block_ms", noted)
+    server = Server(SYSTEMS["fp32-eager"], "cpu")
+    server.build("mlp-small", 1)
+    assert {type(observer) for observer in seen} == {CountCasts}
+    seen.clear()
+    server.time(1)
+    assert seen == [None]
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
