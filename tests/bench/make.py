@@ -84,7 +84,7 @@ def measurement(
             step_ms=tuple(step_ms),
             anchor_ratios=ratios,
             num_steps_per_block=4,
-            together=tuple(together or (*all_systems(), system)),
+            together=tuple(together or dict.fromkeys((*all_systems(), system))),
         )
     made = Measurement(
         run=run(),
