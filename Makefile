@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(TORCH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types examples readme size ci
+.PHONY: help demo test test-all lint types examples readme size bench ci
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ readme: $(READY)  ## run the snippets of README.md and compare what they print
 
 size: $(READY)  ## files, lines, public names, options, import time
 	$(PYTHON) tools/size.py
+
+bench: $(READY)  ## fxamp beside its peers on small models, three minutes; more: python -m bench --help
+	$(PYTHON) -m bench --quick --fresh
 
 ci:  ## everything that a change has to pass
 	.ci/run

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     )
     results.add_argument("--retry-errors", action="store_true", help="measure again what is there as an error")
     results.add_argument(
-        "--reuse-peers", action="store_true", help="keep rows of peers although fxamp's source has changed"
+        "--reuse-peers", action="store_true", help="keep rows of peers although the source has changed"
     )
     results.add_argument("--report", action="store_true", help="measure nothing, write the tables")
     results.add_argument("--plots", action="store_true", help="draw the tables too; needs matplotlib")

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from bench.rows import CeilingsRow, Dispatch, Machine, Measurement, PassTime, Row
-from bench.systems import REFERENCE
+from bench.systems import ANCHOR, CONTROL, REFERENCE
 from bench.workloads import NUM_BATCHES
 
 LOSS_RATIO: Final = 1.02
@@ -167,6 +167,13 @@ def best_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measure
         (p for p in on_workload.values() if p.family == "peer" and p.precision in precisions and p.system != m.system),
         on_workload,
     )
+
+
+def process_noise(on_workload: Mapping[str, Measurement]) -> float | None:
+    """By which factor two processes of one and the same system differ; None where there was no control."""
+    anchor, control = on_workload.get(ANCHOR), on_workload.get(CONTROL)
+    found = None if anchor is None or control is None else ratio(control, anchor)
+    return None if found is None else max(found.median, 1 / found.median)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,17 +110,14 @@ class Launches:
 
 
 def events_of(profiled: Iterable[FunctionEvent]) -> list[Event]:
-    """The profiler's events, without the copy of our own range that it puts on the device's timeline."""
-    events = [
-        Event(
-            name=e.name,
-            is_on_device=e.device_type == DeviceType.CUDA,
-            start_us=e.time_range.start,
-            end_us=e.time_range.end,
-        )
-        for e in profiled
-    ]
-    return [e for e in events if not (e.is_on_device and e.name == WINDOW)]
+    """The profiler's events, without the copies of named ranges (ours, the optimizer's) on the device's timeline."""
+    events: list[Event] = []
+    for e in profiled:
+        is_on_device = e.device_type == DeviceType.CUDA
+        if not (is_on_device and (e.is_user_annotation or e.name == WINDOW)):
+            span = e.time_range
+            events.append(Event(name=e.name, is_on_device=is_on_device, start_us=span.start, end_us=span.end))
+    return events
 
 
 def count_launches(events: Sequence[Event], num_steps: int) -> Launches:

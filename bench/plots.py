@@ -12,7 +12,7 @@ from bench import compare
 from bench.compare import Results
 from bench.systems import ANCHOR
 
-_COLOURS: Final = {"peer": "#8da0cb", "ceiling": "#d9d9d9", "fxamp": "#fc8d62"}
+_COLOURS: Final = {"peer": "#8da0cb", "control": "#8da0cb", "ceiling": "#d9d9d9", "fxamp": "#fc8d62"}
 
 
 def draw(all_results: Sequence[Results], folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Final
 from bench import compare, rows
 from bench.compare import Defeat, Ratio, Results
 from bench.rows import Measurement
-from bench.systems import ANCHOR
+from bench.systems import ANCHOR, REFERENCE
 from bench.workloads import NUM_BATCHES
 
 if sys.version_info >= (3, 11):
@@ -131,7 +131,7 @@ def _plain_workloads(results: Results) -> list[str]:
 def _origin(results: Results) -> list[str]:
     """Versions, commits and commands of the rows that are shown."""
     runs = {m.run.id: m.run for m in _measurements(results)}.values()
-    versions = dict.fromkeys(", ".join(f"{name} {version}" for name, version in r.versions.items()) for r in runs)
+    versions = dict.fromkeys(", ".join(f"{name} {v}" for name, v in sorted(r.versions.items())) for r in runs)
     commits = dict.fromkeys(
         f"{(r.commit or 'no git')[:12]}{' with changes' if r.is_dirty else ''} (source {r.fxamp_source}, {r.date})"
         for r in runs
@@ -207,10 +207,19 @@ def _defeats(results: Results, causes: Causes) -> list[str]:
     ]
     for defeat in found:
         m = defeat.fxamp
-        cause = causes.get(m.workload, {}).get(m.system, "*not explained yet*")
+        unexplained = _doubt(defeat) or "*not explained yet*"
+        cause = causes.get(m.workload, {}).get(m.system, unexplained)
         of_peer = f"{_ratio(defeat.ratio)} of {defeat.peer.system}"
         lines.append(f"- **{m.workload} / {m.system}**: {of_peer}. {cause}{_kernels(defeat)}")
     return [*lines, ""]
+
+
+def _doubt(defeat: Defeat) -> str:
+    """Why a defeat may be none."""
+    noise = compare.process_noise(defeat.results.measurements[defeat.fxamp.workload])
+    if noise is not None and defeat.ratio.median <= noise:
+        return f"Within noise: two processes of one system differ by {noise:.2f}."
+    return "Undecided: in some repetitions fxamp was the faster one." if defeat.ratio.low < 1 else ""
 
 
 def _kernels(defeat: Defeat) -> str:
@@ -236,14 +245,18 @@ def _workload(results: Results, workload: str) -> list[str]:
     notes: list[str] = []
     for m in fastest_first:
         problem = compare.problem(m, on)
-        name = {"fxamp": f"**{m.system}**", "ceiling": f"*{m.system}*"}.get(m.family, m.system) + (
-            " ✗" if problem else ""
-        )
+        form = {"fxamp": "**{}**", "ceiling": "*{}*"}.get(m.family, "{}")
+        name = form.format(m.system) + (" ✗" if problem else "")
         lines.append(_line([name, *(cell(m, results) for cell in columns.values())]))
         notes += [f"- {m.system}: {note}" for note in (problem, *_notes(m)) if note]
     if any(m.family == "ceiling" for m in measured):
         notes.append(
             "- *in italics*: stores its weights low, which changes training and checkpoints. A bound, not a peer."
+        )
+    noise = compare.process_noise(on)
+    if noise is not None:
+        notes.append(
+            f"- two processes of {ANCHOR} differ by a factor of {noise:.2f}: no smaller difference says anything."
         )
     groups = {m.timing.together for m in measured if m.timing is not None}
     if len(groups) > 1:
@@ -283,17 +296,20 @@ def _time(m: Measurement, results: Results) -> str:
 
 
 def _vs_peer(m: Measurement, results: Results) -> str:
-    on = results.measurements[m.workload]
-    peer = compare.best_peer(m, on)
-    return "" if m.family == "peer" or peer is None else _ratio(compare.ratio(m, peer), bold=m.family == "fxamp")
+    return _against_best_of(results.measurements[m.workload], m)
 
 
 def _vs_same_mode(m: Measurement, results: Results) -> str:
     on = results.measurements[m.workload]
-    peer = compare.best_peer(
-        m, {name: p for name, p in on.items() if p.mode == m.mode or p.system == compare.REFERENCE}
-    )
-    return "" if m.family == "peer" or peer is None or peer.mode != m.mode else _ratio(compare.ratio(m, peer))
+    # The reference stays: it says whether the others train.
+    same = {name: p for name, p in on.items() if p.mode == m.mode or (name == REFERENCE and p.precision != m.precision)}
+    return _against_best_of(same, m)
+
+
+def _against_best_of(on: Mapping[str, Measurement], m: Measurement) -> str:
+    """For what is no peer itself: the ratio to the best comparable peer."""
+    peer = compare.best_peer(m, on) if m.family in ("fxamp", "ceiling") else None
+    return "" if peer is None else _ratio(compare.ratio(m, peer))
 
 
 def _vs_anchor(m: Measurement, results: Results) -> str:

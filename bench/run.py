@@ -18,7 +18,7 @@ from rich.console import Console
 from bench import origin, rows, scaling, systems, workloads
 from bench.measure import Launches, Work
 from bench.rows import CeilingsRow, Dispatch, Facts, Measurement, PassTime, Row, Timing
-from bench.systems import ANCHOR, System
+from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import NUM_UNTIMED_STEPS, Reply, Worker
 from bench.workloads import Workload
 
@@ -60,7 +60,7 @@ class Config:
     retries_errors: bool
     """Measure again what the results have as an error?"""
     reuses_peers: bool
-    """Do results of peers count although fxamp's source has changed since?"""
+    """Do results of peers count although the source of fxamp or of the benchmark has changed since?"""
     does_scaling: bool
     results: Path
     command: str
@@ -82,13 +82,14 @@ def run(config: Config, console: Console) -> Path:
 
         def hire(system: System | None) -> Worker:
             name = system.name if system else "device"
+            own_cache = ANCHOR if name == CONTROL else name  # what the control compiles is no news
             # A cache is shared within a precision at most: the keys of torch 2.11 ignore the dtype of autocast.
             shared = system.precision if system else "device"
             return Worker(
                 system,
                 config.device_type,
                 log=Path(folder) / f"{name}.log",
-                cache=Path(folder) / "caches" / (name if config.measures_compile else shared),
+                cache=Path(folder) / "caches" / (own_cache if config.measures_compile else shared),
                 num_threads=config.num_threads,
                 num_jobs=config.num_jobs,
             )
@@ -192,10 +193,9 @@ class Bench:
             isinstance(row, Measurement) and row.status == "error" and self.config.retries_errors
         ):
             return False
-        if row.run.bench_source != self.run.bench_source:
-            return False
-        is_of_peer = isinstance(row, Measurement) and row.family != "fxamp"
-        return row.run.fxamp_source == self.run.fxamp_source or (self.config.reuses_peers and is_of_peer)
+        if self.config.reuses_peers and isinstance(row, Measurement) and row.family != "fxamp":
+            return True
+        return (row.run.bench_source, row.run.fxamp_source) == (self.run.bench_source, self.run.fxamp_source)
 
     def _is_known(self, workload: Workload, system: str) -> bool:
         return any(
@@ -384,7 +384,8 @@ class Bench:
         is_ok = reply.status == "ok" and name in outcome.turns
         facts: Facts | None = reply.value if isinstance(reply.value, Facts) else None
         if facts is not None:
-            cold_s = facts.cold_compile_s if self.config.measures_compile else None
+            is_cold = self.config.measures_compile and system.family != "control"
+            cold_s = facts.cold_compile_s if is_cold else None
             facts = replace(facts, cold_compile_s=cold_s, launches=outcome.launches.get(name))
         return Measurement(
             run=self.run,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
@@ -22,7 +22,8 @@ import fxamp
 from bench.workloads import Batch, Parts, Workload
 from fxamp import errors
 
-Family = Literal["peer", "ceiling", "fxamp"]
+Family = Literal["peer", "control", "ceiling", "fxamp"]
+"""A control is a peer that is measured twice, and a ceiling something that a user could not simply pick instead."""
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -164,11 +165,17 @@ def _fxamp() -> list[System]:
 
 def all_systems() -> dict[str, System]:
     """Every system by name."""
-    return {s.name: s for s in (*_peers(), *_fxamp())}
+    peers = {s.name: s for s in _peers()}
+    about = f"{peers[ANCHOR].about}, in a second process"
+    control = replace(peers[ANCHOR], name=CONTROL, about=about, family="control")
+    return {**peers, CONTROL: control, **{s.name: s for s in _fxamp()}}
 
 
 ANCHOR: Final = "bf16-autocast-compile"
 """The system that every run measures, beside which all others are timed: what most people use."""
+
+CONTROL: Final = f"{ANCHOR}-again"
+"""The anchor in another process. That two processes of one system differ is what no repetition of either shows."""
 
 REFERENCE: Final = "fp32-eager"
 """The system whose losses the others are compared with."""
@@ -194,7 +201,7 @@ SWEPT: Final = (
 )
 """Systems whose growth with batch and depth is measured."""
 
-QUICK: Final = ("fp32-eager", "fp32-compile", ANCHOR, "fxamp-fp32", "fxamp-bf16")
+QUICK: Final = ("fp32-eager", "fp32-compile", ANCHOR, CONTROL, "fxamp-fp32", "fxamp-bf16")
 
 
 # ---- can it run? -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench import measure, workloads
@@ -70,6 +72,24 @@ def test_events_of_a_real_profile():
     inside = [e.name for e in events if window.start_us <= e.start_us <= window.end_us]
     assert "aten::exp" in inside
     assert not any(e.is_on_device for e in events)
+
+
+def test_named_ranges_are_no_work_of_the_device():
+    def event(name: str, device_type: DeviceType, is_user_annotation: bool) -> FunctionEvent:
+        made = FunctionEvent(id=1, name=name, thread=1, start_us=1, end_us=9, device_type=device_type)
+        made.is_user_annotation = is_user_annotation
+        return made
+
+    found = measure.events_of(
+        [
+            event(WINDOW, DeviceType.CPU, True),
+            event(WINDOW, DeviceType.CUDA, True),
+            event("Optimizer.step#AdamW.step", DeviceType.CUDA, True),
+            event("nvjet_tst", DeviceType.CUDA, False),
+        ]
+    )
+    assert [(e.name, e.is_on_device) for e in found] == [(WINDOW, False), ("nvjet_tst", True)]
+    assert found[1].end_us - found[1].start_us == 8
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from bench import compare, report, rows
 from bench.__main__ import RESULTS
 from bench.rows import Dispatch, PassTime
-from bench.systems import ANCHOR, REFERENCE
+from bench.systems import ANCHOR, CONTROL, REFERENCE
 from tests.bench.make import CPU, ceilings, facts, fxamp_facts, measurement, run
 from tests.house.source import ROOT
 
@@ -89,7 +89,7 @@ def test_a_row_of_the_table():
         "system": "**fxamp-bf16**",
         "time, ms": "12 [12..12.6]",
         f"vs {ANCHOR}": "1.20 [1.20..1.26]",
-        "vs peer": "**1.20** [1.20..1.26]",
+        "vs peer": "1.20 [1.20..1.26]",
         "vs same mode": "1.20 [1.20..1.26]",
         "throughput": "83.3k tokens/s",
         "matrix, copy": "17%, 2%",  # 1e12 / 5e14 and 1e9 / 4e12 seconds of 12 ms
@@ -112,7 +112,7 @@ def test_no_absolute_time_from_a_cpu():
     text = page_of(*(replace(m, run=run(machine=CPU)) for m in ROWS))
     cells = row_of(text, "**fxamp-bf16**")
     assert not cells.keys() & {"time, ms", "throughput", "memory", "launches", "waits"}
-    assert cells["vs peer"] == "**1.20** [1.20..1.26]"
+    assert cells["vs peer"] == "1.20 [1.20..1.26]"
     assert "12.6" not in text
 
 
@@ -154,6 +154,24 @@ def test_defeats_and_their_causes():
     assert "Kernels, fxamp / peer: matmul 7 / 7, cast 1.5 / 1.5." in section
     assert "*not explained yet*" in page_of(*ROWS)
     assert "No row of fxamp takes more than 1.02" in page_of(*ROWS[:3])
+
+
+@pytest.mark.parametrize(("control_ms", "is_noise"), [(13.0, True), (7.0, True), (10.5, False)])
+def test_a_defeat_smaller_than_the_noise_is_called_so(control_ms, is_noise):
+    """fxamp takes 1.20 of the anchor's time."""
+    control = measurement(CONTROL, (control_ms,) * 3, family="control")
+    text = page_of(*ROWS, control)
+    assert ("Within noise" in text) == is_noise
+    assert ("*not explained yet*" in text) != is_noise
+    assert f"two processes of {ANCHOR} differ by a factor of" in text
+    assert CONTROL not in text[: text.index("### tiny-gpt")]  # no peer, though it may be the fastest
+
+
+@pytest.mark.parametrize(("fastest_ms", "is_doubted"), [(9.9, True), (10.1, False)])
+def test_a_defeat_that_repetitions_do_not_agree_on_is_called_so(fastest_ms, is_doubted):
+    text = page_of(*ROWS[:3], measurement("fxamp-bf16", (12.0, 12.0, fastest_ms)))
+    assert ("Undecided" in text) == is_doubted
+    assert ("*not explained yet*" in text) != is_doubted
 
 
 def test_errors_and_gaps_are_listed():

@@ -15,7 +15,7 @@ from bench import rows, run, scaling
 from bench.measure import Ceilings, Launches, Memory, Work
 from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime
 from bench.run import Bench, Config, rotated
-from bench.systems import ANCHOR, System
+from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply
 from tests.bench.make import facts
 
@@ -277,6 +277,14 @@ def test_a_change_of_fxamp_outdates_its_rows_and_if_wished_no_others(config, mon
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
+def test_the_control_reports_no_cold_compile_time(config):
+    """It compiles from the caches of the anchor."""
+    found = go(replace(config, systems=(*NAMES, CONTROL)), World())
+    cold_s = {name: row.facts.cold_compile_s for name, row in found.items() if row.facts is not None}
+    assert cold_s[CONTROL] is None
+    assert cold_s[ANCHOR] is not None
+
+
 def test_a_spent_budget_begins_nothing(config):
     world = World()
     assert go(replace(config, budget_s=0.0), world) == {}

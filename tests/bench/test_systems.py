@@ -49,6 +49,12 @@ def test_names():
         assert set(named) <= SYSTEMS.keys()
 
 
+def test_the_control_is_the_anchor_but_no_peer():
+    control, anchor = SYSTEMS[systems.CONTROL], SYSTEMS[ANCHOR]
+    assert replace(control, name=anchor.name, about=anchor.about, family="peer") == anchor
+    assert control.family != "peer"
+
+
 def test_eager_reference_is_the_plain_loop():
     workload, parts, theirs = tiny(), tiny().parts("cpu"), tiny().parts("cpu")
     runner = systems.prepare(SYSTEMS["fp32-eager"], workload, parts, "cpu")

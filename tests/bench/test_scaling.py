@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import scaling
+
+
+def test_stages_of_a_small_graph():
+    facts = scaling.measure_passes(33)
+    assert abs(facts.num_dynamo_nodes - 33) < 5
+    assert facts.num_joint_nodes > facts.num_dynamo_nodes
+    stages = facts.stage_ms
+    assert set(stages) == {"capture", "plan", "rewrite", "joint", "copies and digests", "saving the record"}
+    assert all(time_ms > 0 for time_ms in stages.values())
+    # All but the saving, which happens on its own here, is part of the compilation.
+    assert sum(stages.values()) - stages["saving the record"] < facts.compile_s * 1e3
+
+
+class Owner:
+    @staticmethod
+    def work(x: int) -> int:
+        return x + 1
+
+    @staticmethod
+    def fail() -> None:
+        raise LookupError("planned")
+
+
+def test_time_spent_in_functions_adds_up():
+    with scaling._timed({"a": (Owner, "work"), "b": (Owner, "fail")}) as spent_ms:
+        assert Owner.work(1) == 2
+        once_ms = spent_ms["a"]
+        assert Owner.work(2) == 3
+        with pytest.raises(LookupError, match="planned"):
+            Owner.fail()
+    assert 0 < once_ms < spent_ms["a"]
+    assert spent_ms["b"] > 0
+    before_ms = dict(spent_ms)
+    Owner.work(3)
+    assert spent_ms == before_ms
+
+
+def test_calls_of_both_programs_are_timed(monkeypatch):
+    monkeypatch.setattr(scaling, "NUM_CALLS", 5)
+    monkeypatch.setattr(scaling, "NUM_REPETITIONS", 3)
+    facts = scaling.measure_dispatch("cpu")
+    assert [f.what for f in facts] == ["inference", "training, forward"]
+    for f in facts:
+        assert len(f.inductor_us) == len(f.fxamp_us) == 3
+        assert min(*f.inductor_us, *f.fxamp_us) > 0
+
+
+def test_programs_compute_the_layer():
+    program = scaling._program(torch._dynamo.lookup_backend("eager"), "cpu", trains=True)
+    outputs = program()
+    assert isinstance(outputs, (tuple, list))
+    (output,) = outputs
+    assert output.shape == (8, 8)
+    assert output.requires_grad
