@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.workloads import Workload
 from fxamp import formats
+from fxamp.ops import ROUND_TO
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -46,6 +47,31 @@ def time_block_ms(run: Callable[[], object], device_type: str) -> float:
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class Casts:
+    """Conversions between float formats."""
+
+    num_casts: int
+    num_bytes: int
+    """Read and written, if each is a kernel of its own. Fused into a neighbour it costs less."""
+
+
+def count_casts(graph: fx.Graph) -> Casts:
+    """Counts the conversions between float formats in a graph of ATen operations, whoever wrote them."""
+    sizes: list[int] = []
+    for target in (torch.ops.prims.convert_element_type.default, ROUND_TO):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+            if source.is_floating_point() and result.is_floating_point():
+                sizes.append(num_cast_bytes(source, result))
+    return Casts(num_casts=len(sizes), num_bytes=sum(sizes))
+
+
+def num_cast_bytes(source: Tensor, result: Tensor) -> int:
+    """Bytes that a cast reads and writes if it is a kernel of its own."""
+    return source.numel() * (source.element_size() + result.element_size())
+
+
 class CountCasts(CustomGraphPass):
     """Counts the casts between float formats in every joint graph that Inductor compiles; changes nothing.
 
@@ -57,20 +83,13 @@ class CountCasts(CustomGraphPass):
         self.num_graphs = self.num_casts = self.num_bytes = 0
 
     def __call__(self, graph: fx.Graph) -> None:
+        casts = count_casts(graph)
         self.num_graphs += 1
-        for node in graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default):
-            source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
-            if source.is_floating_point() and result.is_floating_point():
-                self.num_casts += 1
-                self.num_bytes += num_cast_bytes(source, result)
+        self.num_casts += casts.num_casts
+        self.num_bytes += casts.num_bytes
 
     def uuid(self) -> str:
         return "fxamp bench: count casts, change nothing"
-
-
-def num_cast_bytes(source: Tensor, result: Tensor) -> int:
-    """Bytes that a cast reads and writes if it is a kernel of its own. Fused into a neighbour it costs less."""
-    return source.numel() * (source.element_size() + result.element_size())
 
 
 # ---- launches and waits ----------------------------------------------------------------------------------------------
