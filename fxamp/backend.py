@@ -13,8 +13,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxamp import capture, errors, formats, graph, legal, passes, plan, rewrite
+from fxamp import capture, errors, formats, graph, instances, legal, passes, plan, rewrite
 from fxamp.capture import Captured
+from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.report import Report
 from fxamp.joint.record import JointRecord
@@ -47,6 +48,7 @@ class Amp:
         self._graphs: list[GraphRecord] = []
         self._notes: list[str] = []
         self._num_fallbacks = 0
+        self._warned_of_idle_rules = False
 
     def __repr__(self) -> str:
         return str(self.options)
@@ -70,7 +72,7 @@ class Amp:
         try:
             return self._compile(gm, example_inputs, chosen)
         except Exception as error:
-            if untouched is None or isinstance(error, errors.CudaGraphsUnavailable):
+            if untouched is None or isinstance(error, (errors.CudaGraphsUnavailable, errors.RuleOutOfReach)):
                 raise
             self._num_fallbacks += 1
             self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
@@ -80,6 +82,7 @@ class Amp:
         shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
         normalized = passes.run(normal, rewrite.NORMALIZE, legal.checker(legal.REWRITTEN, gm))
         captured = capture.capture(normal, example_inputs)
+        instances.check(options.policy, (facts.module for facts in captured.facts.values()), instances.running_part())
         precision, notes = _precision_on(captured.device, options.precision)
         made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
         if made.note:
@@ -136,11 +139,21 @@ class Amp:
         return tuple(self._graphs)
 
     def report(self) -> Report:
-        """What runs in which format and why. `print(amp.report())` shows tables; the fields are for programs."""
+        """What runs in which format and why. `print(amp.report())` shows tables; the fields are for programs.
+
+        Warns, once, of rules of the policy that decided nothing in all graphs so far.
+        """
+        variants = tuple(v for g in self.graphs for v in g.variants.values())
+        rules = explain_rules.uses(self.options.policy, variants)
+        idle = [f"{use.rule} ({use.note})" for use in rules if use.is_idle]
+        if variants and idle and not self._warned_of_idle_rules:
+            self._warned_of_idle_rules = True
+            warnings.warn(f"rules of the policy that decide nothing: {'; '.join(idle)}", FxampWarning, stacklevel=2)
         return Report(
             options=str(self.options),
             graphs=self.graphs,
             notes=tuple(self._notes),
+            rules=rules,
             num_fallbacks=self._num_fallbacks,
         )
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from fxamp import graph, optable
 
@@ -37,7 +37,8 @@ class Facts:
     op: str | None
     """Canonical operation ("softmax", "mylib::scan"), None for what is no operation of torch."""
     module: str
-    """Path of the module it was called in, relative to the compiled module; "" at the top."""
+    """Path of the module it was called in, relative to the compiled module (of a compiled function: to the module that it
+    calls); "" at the top."""
     where: str
     """The user's line, "train.py:33". Where only torch's own code calls (an nn.Sequential compiled by itself): the module,
     "0 (Linear)". "" if Dynamo knows neither."""
@@ -46,6 +47,8 @@ class Facts:
     region: Region
     mode_index: int
     """Counts the switches of grad mode and autocast before the node: a cast must not be shared across one."""
+    classes: tuple[str, ...] = ()
+    """Full names of the classes of the modules that it was called in, "torch.nn.modules.linear.Linear", outermost first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,9 @@ def name_of(node: fx.Node) -> str | None:
     if isinstance(target, OpOverload):
         namespace, _, name = target._schema.name.partition("::")
         return _canonical(name) if namespace == "aten" else f"{namespace}::{name}"
+    if isinstance(target, OpOverloadPacket):  # `torch.ops.mylib.scan`, whose overload the call itself will choose
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return _canonical(name) if namespace == "aten" else f"{namespace}::{name}"
     if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     if target in _IN_PLACE_OPERATORS:
@@ -151,12 +157,13 @@ def _facts(nodes: Sequence[fx.Node]) -> Iterable[tuple[str, Facts]]:
             code=code,
             region=_region(node, autocast),
             mode_index=indices[node],
+            classes=_classes(node),
         )
 
 
 def _switches_mode(node: fx.Node) -> bool:
     """Grad mode, autocast, inference mode, functorch levels, streams: a node of torch with no tensor in or out."""
-    if node.op != "call_function" or isinstance(node.target, (OpOverload, HigherOrderOperator)):
+    if node.op != "call_function" or isinstance(node.target, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return False
     return not graph.tensors_of([graph.value_of(n) for n in (node, *node.all_input_nodes)]) and _belongs_to_torch(
         node.target
@@ -181,7 +188,12 @@ def _module_path(node: fx.Node) -> str:
         return ""
     text = list(stack.values())[-1][0]
     words = [w for w in _PATH_WORD.findall(text) if w not in ("getattr", "_modules")]
-    return ".".join(words[2:] if words[:1] == ["L"] else words)
+    return ".".join(words[2:] if words[:1] in (["L"], ["G"]) else words)
+
+
+def _classes(node: fx.Node) -> tuple[str, ...]:
+    owners = [owner for _, owner in (node.meta.get("nn_module_stack") or {}).values()]
+    return tuple(o if isinstance(o, str) else f"{o.__module__}.{o.__qualname__}" for o in owners)
 
 
 def source_line(node: fx.Node) -> tuple[str, str]:
@@ -280,13 +292,15 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return written
     if isinstance(target, HigherOrderOperator):
         return written + node.all_input_nodes  # its body may write any of them
-    if isinstance(target, OpOverload):
-        for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written += _nodes_in(value)
-        for argument in target._schema.arguments:
-            if argument.name in node.kwargs and argument.alias_info is not None and argument.alias_info.is_write:
-                written += _nodes_in(node.kwargs[argument.name])
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
+        overloads = [target] if isinstance(target, OpOverload) else [getattr(target, o) for o in target.overloads()]
+        for overload in overloads:
+            for argument, value in zip(overload._schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written += _nodes_in(value)
+            for argument in overload._schema.arguments:
+                if argument.name in node.kwargs and argument.alias_info is not None and argument.alias_info.is_write:
+                    written += _nodes_in(node.kwargs[argument.name])
         return written
     if target in _IN_PLACE_OPERATORS or target is operator.setitem:
         return written + _nodes_in(node.args[:1])

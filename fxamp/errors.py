@@ -23,6 +23,15 @@ class InvalidOption(FxampError, ValueError):
     """An option that exists, with a value that it cannot take."""
 
 
+class ContradictoryRules(InvalidOption):
+    """Two rules of a policy match the same operations and ask for different precisions."""
+
+
+class RuleOutOfReach(InvalidOption):
+    """A rule of a policy names a module by its path in the whole model, but a graph was compiled from a part of the model,
+    which does not know where it stands."""
+
+
 class NotYet(FxampError, NotImplementedError):
     """A documented option whose implementation has not landed in this version."""
 

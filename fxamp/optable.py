@@ -31,6 +31,11 @@ AUTOCAST_LOW: Final = """
     lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
 """
 
+PRODUCTS: Final = """
+    addmm addmv addr matmul einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+"""
+"""Those of AUTOCAST_LOW that are matrix products and nothing else."""
+
 AUTOCAST_HIGH: Final = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
     native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss

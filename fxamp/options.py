@@ -30,10 +30,12 @@ class Options:
     ladder: tuple[str, ...] | None = None
     """All precisions that may be switched between, low to high. Not yet."""
     policy: Policy = field(default_factory=Policy)
-    """Operation or module path -> precision. Given as a preset ("autocast"), a `Policy`, the path of a TOML file, or a
-    mapping such as {"softmax": "bf16", "layers.0.*": "fp32", "mylib::*": "fp32"}."""
+    """Operation, module path, module class or region -> precision. Given as a preset ("autocast", "conservative",
+    "matmul_only", "pure"), a `Policy`, the path of a TOML file, or a mapping such as {"softmax": "bf16", "layers.0.*": "fp32",
+    "class:RMSNorm": "fp32", "region:early": "fp32", "mylib::*": "low"}."""
     regions: Mapping[str, str] | None = None
-    """Parts of the model that change precision on their own: name -> module path glob. Not yet."""
+    """Named parts of the model, for rules "region:NAME": name -> module path glob. Regions that change precision on their own,
+    without a rule, not yet."""
     scheduler: object | None = None
     """Any object with `decide(signal, state)`. Not yet."""
     scaling: str | float | None = "auto"
@@ -64,7 +66,8 @@ class Options:
     """Ranks that must agree on skips and precision; None is the default group. Only None yet."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", Policy.of(self.policy))
+        object.__setattr__(self, "policy", Policy.of(self.policy).with_regions(self.regions or {}))
+        self.policy.check_regions()
         object.__setattr__(self, "relaxed", tuple(self.relaxed))
         _check_choices(self)
         _check_landed(self)
@@ -140,7 +143,6 @@ def _check_landed(options: Options) -> None:
         )
     landed: dict[str, tuple[object, str]] = {
         "ladder": (None, "Give one precision"),
-        "regions": (None, "Use policy={'layers.0.*': 'fp32'} for a fixed precision per module"),
         "scheduler": (None, "Give one precision"),
         "on_overflow": ("skip", "Leave it out"),
         "relaxed": ((), "Leave it out: every pass there is keeps the numerics"),
@@ -150,6 +152,14 @@ def _check_landed(options: Options) -> None:
     for name, (value, instead) in landed.items():
         if getattr(options, name) != value:
             raise errors.not_yet(name, getattr(options, name), instead)
+    ruled = {rule.pattern for rule in options.policy.rules if rule.kind == "region"}
+    for name in options.regions or {}:
+        if name not in ruled:
+            raise errors.not_yet(
+                "regions",
+                options.regions,
+                f"Regions change no precision on their own: add a rule, policy={{'region:{name}': 'fp32'}}",
+            )
     if options.scaling not in ("auto", None):
         raise errors.not_yet("scaling", options.scaling, "Leave it out, or say scaling=None")
 

@@ -18,7 +18,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from fxamp import errors, formats, graph, optable
+from fxamp import capture, errors, formats, graph, optable
 from fxamp.capture import Captured, Facts
 from fxamp.optable import OpClass
 from fxamp.policy import Policy
@@ -137,7 +137,7 @@ class _Planner:
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
         facts = self.captured.facts[node.name]
-        cls, precision, why = self.policy.decide(facts.op, facts.module)
+        cls, precision, why, _ = self.policy.decide(facts.op, facts.module, facts.classes)
         low = self.low if precision is None else formats.STORAGE[precision]
         operands = list(graph.operands(node))
         if facts.op in optable.METADATA:
@@ -148,7 +148,7 @@ class _Planner:
         if obstacle is not None:
             return self._keep(node, facts, obstacle)
 
-        wanted = self._wanted(facts.op, cls, low, operands)
+        wanted = self._wanted(node, facts.op, cls, low, operands)
         pinned = self.captured.pinned.get(node.name)
         if pinned is not None and cls is not OpClass.LOW:
             return self._keep(node, facts, f"{why}; {pinned}")
@@ -234,12 +234,17 @@ class _Planner:
         return f"in place: {written}" if written else None
 
     def _wanted(
-        self, op: str | None, cls: OpClass, low: torch.dtype, operands: list[fx.Node]
+        self, node: fx.Node, op: str | None, cls: OpClass, low: torch.dtype, operands: list[fx.Node]
     ) -> tuple[torch.dtype | None, ...]:
         """The dtype that each operand must arrive in, by the class of the operation."""
-        if cls is OpClass.LOW:
-            return tuple(low if self._is_float(x) else None for x in operands)
         limit = optable.FOLLOWING_OPERANDS.get(op or "", len(operands))
+        if cls is OpClass.LOW:
+            written = set(capture.writes(node))  # what is written into a cast of it would be lost
+            lowered = [i < limit and self._is_float(x) and x not in written for i, x in enumerate(operands)]
+            return tuple(
+                low if is_low else (TRACED if self._lowered(x) else None)
+                for x, is_low in zip(operands, lowered, strict=True)
+            )
         # A 0-dim tensor takes part in an operation without deciding its dtype (torch's promotion rule).
         counts = op in optable.SELECTING
         deciding = [x for x in operands[:limit] if self._is_float(x) and (counts or not self._is_scalar(x))]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
 from fxamp.explain.record import GraphRecord, VariantRecord
+from fxamp.explain.rules import RuleUse
 from fxamp.optable import OpClass
 
 if TYPE_CHECKING:  # imported where a report is printed: `import fxamp` stays light
@@ -28,6 +29,8 @@ class Report:
     graphs: tuple[GraphRecord, ...]
     notes: tuple[str, ...]
     """Notes that concern no graph in particular."""
+    rules: tuple[RuleUse, ...] = ()
+    """What became of each rule of the policy, in its order."""
     num_fallbacks: int = 0
     """Graphs that were compiled untouched after a failure, with on_error="eager"."""
 
@@ -68,6 +71,8 @@ class Report:
         else:
             console.print(_graph_table(self.graphs))
             console.print(_operation_table(self.variants))
+            if self.rules:
+                console.print(_rule_table(self.rules))
             _print_notes(console, self.graphs)
         for note in self.notes:
             console.print(f"- {note}")
@@ -113,6 +118,17 @@ def _operation_table(variants: Sequence[VariantRecord]) -> Table:
     order = {cls.value: i for i, cls in enumerate(OpClass)}
     for (op, computes, cls, why), count in sorted(counts.items(), key=lambda item: (order[item[0][2]], item[0])):
         table.add_row(op, computes, str(count), cls, why)
+    return table
+
+
+def _rule_table(rules: Sequence[RuleUse]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="rules, the last that matches wins", title_justify="left")
+    for name in ("rule", "matched", "decided", "followed", "note"):
+        table.add_column(name, justify="left" if name in ("rule", "note") else "right", overflow="fold")
+    for use in rules:
+        table.add_row(str(use.rule), str(use.num_matched), str(use.num_decided), str(use.num_followed), use.note)
     return table
 
 

@@ -16,6 +16,7 @@ LEVELS = MappingProxyType(
     {
         "errors": 0,
         "formats": 0,
+        "globs": 0,
         "optable": 1,
         "tf32": 1,
         "ops": 1,
@@ -23,6 +24,7 @@ LEVELS = MappingProxyType(
         "policy": 2,
         "graph": 2,
         "options": 3,
+        "instances": 3,
         "capture": 3,
         "legal": 3,
         "plan": 4,
