@@ -82,7 +82,7 @@ class Amp:
         shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
         normalized = passes.run(normal, rewrite.NORMALIZE, legal.checker(legal.REWRITTEN, gm))
         captured = capture.capture(normal, example_inputs)
-        instances.check(options.policy, (facts.module for facts in captured.facts.values()), instances.running_part())
+        instances.check(options.policy, (facts.module for facts in captured.everywhere), instances.running_part())
         precision, notes = _precision_on(captured.device, options.precision)
         made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
         if made.note:
@@ -230,7 +230,8 @@ def _digest(captured: Captured, made: Plan, settings: object) -> str:
     """Names everything that decides the compiled graph and that PyTorch's cache keys do not see; equal across processes."""
     values = [graph.value_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")]
     inputs = [(str(t.dtype), str(tuple(t.shape)), t.requires_grad) for v in values for t in graph.tensors_of(v)]
-    text = repr((__version__, torch.__version__, captured.gm.code, inputs, captured.trains, made.digest(), settings))
+    code = [part.code for part in graph.all_of(captured.gm)]
+    text = repr((__version__, torch.__version__, code, inputs, captured.trains, made.digest(), settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from fxamp import graph, optable
+from fxamp import custom_function, graph, optable
 
 Role = Literal["parameter", "buffer", "input", "symbol"]
 Region = Literal["none", "opted_out", "users"]
@@ -72,6 +72,20 @@ class Captured:
     trains: bool
     device: torch.device
     """Where the graph computes: the first accelerator among its inputs, else the CPU."""
+    bodies: MappingProxyType[str, Captured] = field(repr=False)
+    """The graphs nested in its higher-order operations, by the attribute of `gm` that holds each. One that several operations
+    call is there once, with facts that hold for all of them."""
+    declared: bool = False
+    """Is it the forward or backward of an autograd.Function that autocast may enter (`custom_fwd` without `cast_inputs`)?"""
+
+    @property
+    def everywhere(self) -> tuple[Facts, ...]:
+        """The facts of the graph's nodes and of those of all graphs nested in it."""
+        return (*self.facts.values(), *(facts for body in self.bodies.values() for facts in body.everywhere))
+
+    def callers(self, path: str) -> list[fx.Node]:
+        """The higher-order operations that call a body."""
+        return [node for node in self.gm.graph.nodes if path in graph.bodies(node)]
 
     @property
     def num_nodes(self) -> int:
@@ -81,24 +95,93 @@ class Captured:
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Copies the graph and gathers its facts. `gm`, which Dynamo still reads, is left untouched."""
     pristine = graph.clone(gm)
-    nodes = list(pristine.graph.nodes)
-    device = _device(example_inputs, nodes)
+    device = _device(example_inputs, list(pristine.graph.nodes))
+    surroundings = _Surroundings(
+        device=device,
+        ambient=_ambient_autocast(device),
+        trains=torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs),
+    )
+    return _captured(pristine, surroundings, dict(_roles(pristine, example_inputs)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Surroundings:
+    """What a graph stands in."""
+
+    device: torch.device
+    ambient: str | None
+    trains: bool
+    region: Region = "none"
+    """Of the operations that call it, if it is a body."""
+    in_functorch: bool = False
+    """Is it called between the push and the pop of a functorch level?"""
+    declared: bool = False
+
+
+def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role]) -> Captured:
+    nodes = list(gm.graph.nodes)
     outputs = list(graph.operands(nodes[-1]))
     groups = {node: graph.storages(node) for node in nodes}
     inputs = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in groups[node]}
     left = Counter(key for node in outputs for key in groups[node])
     floats = [t.dtype for node in nodes for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()]
+    facts = dict(_facts(nodes, around))
+    in_functorch = _inside_functorch(nodes, around.in_functorch)
+    bodies = {path: _body(path, inner, nodes, facts, in_functorch, around) for path, inner in graph.nested(gm).items()}
     return Captured(
-        gm=pristine,
-        facts=MappingProxyType(dict(_facts(nodes))),
-        roles=MappingProxyType(dict(_roles(pristine, example_inputs))),
-        pinned=MappingProxyType(_pinned(nodes, groups, left)),
+        gm=gm,
+        facts=MappingProxyType(facts),
+        roles=MappingProxyType(roles),
+        pinned=MappingProxyType(_pinned(nodes, groups, left, in_functorch)),
         fresh_outputs=tuple(all(key not in inputs and left[key] == 1 for key in groups[node]) for node in outputs),
-        narrows=any(torch.finfo(dtype).bits < torch.finfo(torch.float32).bits for dtype in floats),
-        ambient=_ambient_autocast(device),
-        trains=torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs),
-        device=device,
+        narrows=any(torch.finfo(dtype).bits < torch.finfo(torch.float32).bits for dtype in floats)
+        or any(body.narrows for body in bodies.values()),
+        ambient=around.ambient,
+        trains=around.trains,
+        device=around.device,
+        declared=around.declared,
+        bodies=MappingProxyType(bodies),
     )
+
+
+def _body(
+    path: str,
+    gm: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    facts: dict[str, Facts],
+    in_functorch: dict[fx.Node, bool],
+    around: _Surroundings,
+) -> Captured:
+    """A nested graph, in the surroundings of the operations that call it. Where they differ, the strictest counts."""
+    callers = [node for node in nodes if path in graph.bodies(node)]
+    regions = {facts[node.name].region for node in callers}
+    region: Region = "users" if "users" in regions else "opted_out" if "opted_out" in regions else "none"
+    declared = [_declaration(node) for node in callers]
+    inner = replace(
+        around,
+        region=region,
+        in_functorch=any(in_functorch[node] for node in callers),
+        declared=all(d is not None and d.cast_inputs is None for d in declared),
+    )
+    body = _captured(gm, inner, {node.name: "input" for node in gm.graph.find_nodes(op="placeholder")})
+    if not _writes_inputs(gm) or not any(_hands_memory_twice(node) for node in callers):
+        return body
+    reason = "the memory that this graph writes may be handed to it twice"
+    return replace(body, pinned=MappingProxyType({node.name: reason for node in gm.graph.nodes} | dict(body.pinned)))
+
+
+def _declaration(caller: fx.Node) -> custom_function.Declared | None:
+    """What the autograd.Function behind `autograd_function_apply` declares about autocast; None for all other operations."""
+    if name_of(caller) != "higher_order::autograd_function_apply":
+        return None
+    forward, *_ = graph.bodies(caller).values()
+    frames = [f for node in forward.graph.nodes for f in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+    return custom_function.declared_at((f["file"], int(f["line"])) for f in frames)
+
+
+def _hands_memory_twice(caller: fx.Node) -> bool:
+    handed = Counter(key for operand in graph.operands(caller) for key in graph.storages(operand))
+    return any(count > 1 for count in handed.values())
 
 
 # ---- names --------------------------------------------------------------------------------------------------------------
@@ -139,12 +222,15 @@ def _canonical(name: str) -> str:
     return optable.SYNONYMS.get(name, name)
 
 
-def _facts(nodes: Sequence[fx.Node]) -> Iterable[tuple[str, Facts]]:
+def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[str, Facts]]:
     autocast: list[tuple[str, bool]] = []
+    custom_bwd = _region_of_custom_bwd(nodes) if around.declared else None
     indices = mode_indices(nodes)
     for node in nodes:
         if _switches_mode(node):
-            if node.target is torch.amp.autocast_mode._enter_autocast:
+            if node is custom_bwd:
+                autocast.append(("", True))
+            elif node.target is torch.amp.autocast_mode._enter_autocast:
                 device_type, _, enabled, *_ = (*node.args, *node.kwargs.values())
                 autocast.append((str(device_type), bool(enabled)))
             elif node.target is torch.amp.autocast_mode._exit_autocast:
@@ -155,10 +241,17 @@ def _facts(nodes: Sequence[fx.Node]) -> Iterable[tuple[str, Facts]]:
             module=_module_path(node),
             where=where,
             code=code,
-            region=_region(node, autocast),
+            region=_region(node, autocast, around.region),
             mode_index=indices[node],
             classes=_classes(node),
         )
+
+
+def _region_of_custom_bwd(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """The region that `custom_bwd` opens around a whole backward: traced without autocast, it says enabled=False."""
+    silent = ("placeholder", "get_attr")
+    calls = [node for node in nodes if node.op not in silent and node.target is not torch._C._set_grad_enabled]
+    return calls[0] if calls[0].target is torch.amp.autocast_mode._enter_autocast else None
 
 
 def _switches_mode(node: fx.Node) -> bool:
@@ -170,11 +263,11 @@ def _switches_mode(node: fx.Node) -> bool:
     )
 
 
-def _region(node: fx.Node, autocast: list[tuple[str, bool]]) -> Region:
+def _region(node: fx.Node, autocast: list[tuple[str, bool]], around: Region) -> Region:
     devices = {t.device.type for n in (node, *node.all_input_nodes) for t in graph.tensors_of(graph.value_of(n))}
     inner = [enabled for device_type, enabled in autocast if device_type in devices]
     if not inner:
-        return "none"
+        return around
     return "users" if inner[-1] else "opted_out"
 
 
@@ -220,18 +313,22 @@ def _roles(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Iterable[tuple[
 
 # ---- aliasing and mutation --------------------------------------------------------------------------------------------
 def _pinned(
-    nodes: Sequence[fx.Node], groups: dict[fx.Node, frozenset[Hashable]], left: Counter[Hashable]
+    nodes: Sequence[fx.Node],
+    groups: dict[fx.Node, frozenset[Hashable]],
+    left: Counter[Hashable],
+    in_functorch: dict[fx.Node, bool],
 ) -> dict[str, str]:
     reasons: dict[Hashable, str] = {}
-    is_inside_func = _inside_functorch(nodes)
+    born = _versions_at_birth(nodes)
     for node in nodes:
         for written in writes(node):
             for key in groups[written]:
                 reasons.setdefault(key, f"its memory is written by {node.name}")
-        if graph.MEMORY not in node.meta and any(t._version > 0 for t in graph.tensors_of(graph.value_of(node))):
+        tensors = () if graph.MEMORY in node.meta else graph.tensors_of(graph.value_of(node))
+        if any(t._version > born.get(key, 0) for t in tensors for key in graph.memory_of(t)):
             for key in groups[node]:
                 reasons.setdefault(key, "its memory is written in place")
-        for operand, reason in _watched(node, is_inside_func[node]):
+        for operand, reason in _watched(node, in_functorch[node]):
             for key in groups[operand]:
                 reasons.setdefault(key, reason)
     for key, count in left.items():
@@ -242,6 +339,17 @@ def _pinned(
         for node in nodes
         if any(key in reasons for key in groups[node])
     }
+
+
+def _versions_at_birth(nodes: Sequence[fx.Node]) -> dict[Hashable, int]:
+    """How often a higher-order operation that may be lowered wrote to its own result before it handed it out, by storage."""
+    born: dict[Hashable, int] = {}
+    for node in nodes:
+        if isinstance(node.target, HigherOrderOperator) and name_of(node) in optable.TABLE:
+            again = graph.call_on_fakes(node, [graph.called_value(x) for x in graph.operands(node)])
+            pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(again), strict=True)
+            born |= {key: fresh._version for old, fresh in pairs for key in graph.memory_of(old)}
+    return born
 
 
 _BY_STRIDE: Final = frozenset(("as_strided", "set", "storage_offset", "data_ptr", "untyped_storage", "resize"))
@@ -261,9 +369,9 @@ def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str
     return [(operand, reason) for operand in node.all_input_nodes]
 
 
-def _inside_functorch(nodes: Sequence[fx.Node]) -> dict[fx.Node, bool]:
-    """For each node: does it run between the push and the pop of a functorch level?"""
-    depth, inside = 0, dict[fx.Node, bool]()
+def _inside_functorch(nodes: Sequence[fx.Node], around: bool) -> dict[fx.Node, bool]:
+    """For each node: does it run between the push and the pop of a functorch level, its own or one around the graph?"""
+    depth, inside = int(around), dict[fx.Node, bool]()
     for node in nodes:
         name = getattr(node.target, "__name__", "")
         depth += name.endswith("_increment_nesting")
@@ -291,7 +399,9 @@ def writes(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function":
         return written
     if isinstance(target, HigherOrderOperator):
-        return written + node.all_input_nodes  # its body may write any of them
+        inner = graph.bodies(node).values()
+        pure = inner and not any(_writes_inputs(body) for body in inner)
+        return written if pure else written + node.all_input_nodes  # who has no body, a Triton kernel say, may write any
     if isinstance(target, (OpOverload, OpOverloadPacket)):
         overloads = [target] if isinstance(target, OpOverload) else [getattr(target, o) for o in target.overloads()]
         for overload in overloads:
@@ -311,6 +421,13 @@ def writes(node: fx.Node) -> list[fx.Node]:
     for name in ("running_mean", "running_var"):
         written += _nodes_in(node.kwargs.get(name))
     return written
+
+
+def _writes_inputs(body: fx.GraphModule) -> bool:
+    """Does a nested graph write memory that it was handed?"""
+    nodes = list(body.graph.nodes)
+    handed = {key for node in nodes if node.op in ("placeholder", "get_attr") for key in graph.storages(node)}
+    return any(handed & graph.storages(written) for node in nodes for written in writes(node))
 
 
 def _is_in_place(name: str) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -53,6 +54,13 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def called_value(node: fx.Node) -> Any:
+    """What a call on fakes is given for an operand: its fake value, or the nested graph itself."""
+    owner = node.graph.owning_module
+    inner = _modules_of(owner, [node]) if node.op == "get_attr" and owner is not None else {}
+    return inner.get(str(node.target), value_of(node))
+
+
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensor leaves of a value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -63,6 +71,35 @@ def operands(node: fx.Node) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return iter(found)
+
+
+def bodies(node: fx.Node) -> dict[str, fx.GraphModule]:
+    """The graphs that a higher-order operation calls, by the attribute of its graph module that holds each."""
+    if not isinstance(node.target, HigherOrderOperator) or node.graph.owning_module is None:
+        return {}
+    return _modules_of(node.graph.owning_module, [x for x in node.all_input_nodes if x.op == "get_attr"])
+
+
+def nested(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """The graphs that operations in `gm` call directly, by attribute; one that several operations share is there once."""
+    return _modules_of(gm, gm.graph.find_nodes(op="get_attr"))
+
+
+def _modules_of(owner: torch.nn.Module, attributes: Iterable[fx.Node]) -> dict[str, fx.GraphModule]:
+    found = {path: operator.attrgetter(path)(owner) for path in (str(x.target) for x in attributes)}
+    return {path: value for path, value in found.items() if isinstance(value, fx.GraphModule)}
+
+
+def body(gm: fx.GraphModule, path: str) -> fx.GraphModule:
+    """The nested graph at an attribute of `gm`."""
+    found = operator.attrgetter(path)(gm)
+    assert isinstance(found, fx.GraphModule)
+    return found
+
+
+def all_of(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """`gm` and every graph nested in it, outer before inner."""
+    return [gm, *(inner for body in nested(gm).values() for inner in all_of(body))]
 
 
 def own_cast(node: fx.Node) -> Cast | None:
@@ -77,8 +114,9 @@ def own_cast(node: fx.Node) -> Cast | None:
 
 
 def own_casts(gm: fx.GraphModule) -> tuple[Cast, ...]:
-    """All casts of fxamp in a graph, in order."""
-    return tuple(cast for node in gm.graph.nodes if (cast := own_cast(node)) is not None)
+    """All casts of fxamp in a graph and the graphs nested in it, in order."""
+    nodes = [node for part in all_of(gm) for node in part.graph.nodes]
+    return tuple(cast for node in nodes if (cast := own_cast(node)) is not None)
 
 
 def is_users_narrowing(node: fx.Node) -> bool:
@@ -95,13 +133,15 @@ def storages(node: fx.Node) -> frozenset[Hashable]:
     moved = node.meta.get(MEMORY)
     if moved is not None:
         return frozenset((moved,))
-    keys: set[Hashable] = set()
-    for tensor in tensors_of(value_of(node)):
-        try:
-            keys.add(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
-            keys.add(id(tensor))  # sparse and the like have no storage; they are never lowered either
-    return frozenset(keys)
+    return frozenset(key for tensor in tensors_of(value_of(node)) for key in memory_of(tensor))
+
+
+def memory_of(tensor: torch.Tensor) -> frozenset[Hashable]:
+    """The key of the memory that a tensor lies in."""
+    try:
+        return frozenset((tensor.untyped_storage()._cdata,))
+    except (NotImplementedError, RuntimeError):
+        return frozenset((id(tensor),))  # sparse and the like have no storage; they are never lowered either
 
 
 def difference(value: Any, traced: Any, *, format_of: torch.dtype | None = None) -> str | None:
@@ -193,8 +233,9 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
 
 def forget_inputs(gm: fx.GraphModule) -> fx.GraphModule:
     """Drops Dynamo's references to real inputs, so that a graph kept for inspection keeps no tensor alive."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        node.meta.pop("grapharg", None)
+    for part in all_of(gm):
+        for node in part.graph.find_nodes(op="placeholder"):
+            node.meta.pop("grapharg", None)
     return gm
 
 
@@ -281,7 +322,15 @@ def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The fake tensor that a cast of the fake tensor `value` gives."""
     fake_mode = getattr(value, "fake_mode", None)
-    if fake_mode is None:
-        return value.to(dtype)
-    with fake_mode, torch.no_grad():
-        return value.to(dtype)
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
+        cast = value.to(dtype)
+    return cast if cast is value else cast.requires_grad_(value.requires_grad)
+
+
+def with_history_of(traced: Any, value: Any) -> Any:
+    """`value`, whose tensors require a gradient where those of `traced` do: what `call_on_fakes` gives requires none, and
+    operations that look at the meta of the graphs they call (`invoke_subgraph`) would take its outputs for constants."""
+    for old, new in zip(tensors_of(traced), tensors_of(value), strict=True):
+        if old.requires_grad and not new.requires_grad:
+            new.requires_grad_()
+    return value

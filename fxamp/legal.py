@@ -42,13 +42,27 @@ def checker(
     return lambda gm: check(gm, stage, signature, output_dtypes=output_dtypes)
 
 
-Signature = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...]]
+Signature = tuple[tuple[str, ...], tuple[tuple[Any, ...], ...], tuple[Any, ...]]
+"""Names of the inputs, dtypes and ranks of the outputs, and the same of the graphs nested inside."""
 
 
 def check(gm: fx.GraphModule, stage: Stage, signature: Signature, *, output_dtypes: bool = True) -> None:
     """Raises IllegalGraph where a graph breaks the rules of its stage: well-formed, every cast of fxamp from float to float,
     and the same inputs and outputs as before the stage. With FXAMP_CHECK=1 recorded values are recomputed and compared too.
     """
+    for part in graph.all_of(gm):
+        _check_casts(part, stage)
+    now = _signature(gm, output_dtypes)
+    if now != signature:
+        raise errors.IllegalGraph(
+            f"the {stage.name} has inputs and outputs {now}, before it {signature}", way_out="Please report this as a bug"
+        )
+    if wants_full_check() and stage is REWRITTEN:
+        for part in graph.all_of(gm):
+            _check_values(part, stage)
+
+
+def _check_casts(gm: fx.GraphModule, stage: Stage) -> None:
     gm.graph.lint()
     for node in gm.graph.nodes:
         mark = (node.meta.get("custom") or {}).get(graph.MARK)
@@ -57,20 +71,14 @@ def check(gm: fx.GraphModule, stage: Stage, signature: Signature, *, output_dtyp
         source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
         if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):
             raise _illegal(stage, node, f"casts {source.dtype} to {node.args[1]} but claims {result.dtype}")
-    now = _signature(gm, output_dtypes)
-    if now != signature:
-        raise errors.IllegalGraph(
-            f"the {stage.name} has inputs and outputs {now}, before it {signature}", way_out="Please report this as a bug"
-        )
-    if wants_full_check() and stage is REWRITTEN:
-        _check_values(gm, stage)
 
 
 def _signature(gm: fx.GraphModule, output_dtypes: bool) -> Signature:
     inputs = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     output = next(iter(gm.graph.find_nodes(op="output")))
     values = [graph.tensors_of(graph.value_of(x)) for x in graph.operands(output)]
-    return inputs, tuple((str(t.dtype) if output_dtypes else "", t.dim()) for tensors in values for t in tensors)
+    outputs = tuple((str(t.dtype) if output_dtypes else "", t.dim()) for tensors in values for t in tensors)
+    return inputs, outputs, tuple((path, _signature(body, True)) for path, body in graph.nested(gm).items())
 
 
 def _check_values(gm: fx.GraphModule, stage: Stage) -> None:

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from fxamp import graph, joint, legal, passes, tf32
+from fxamp import errors, graph, joint, legal, passes, tf32
 from fxamp.joint.record import JointRecord
 from fxamp.passes import Pass
 
@@ -59,6 +59,7 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
     chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
     record = JointRecord(path=_record_path(digest) if settings.lower == "inductor" else None, passes=chosen)
     if settings.lower == "eager":
+        _check_runs_eagerly(gm)
         return Program(run=gm.forward, record=record)
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
     with functorch_config.patch(backward_pass_autocast="off"):
@@ -67,6 +68,14 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
         else:
             run = _inductor(gm, example_inputs, settings, record, digest)
     return Program(run=run, record=record)
+
+
+def _check_runs_eagerly(gm: fx.GraphModule) -> None:
+    if torch.is_grad_enabled() and any(node.target is torch.ops.higher_order.invoke_subgraph for node in gm.graph.nodes):
+        raise errors.InvalidOption(
+            "lower='eager' cannot train a nested_compile_region: PyTorch would raise in the backward",
+            way_out="Use lower='aot_eager'",
+        )
 
 
 # ---- the joint passes ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class OpClass(enum.Enum):
 AUTOCAST_LOW: Final = """
     _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution prelu
     addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
-    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention higher_order::flex_attention
 """
 
 PRODUCTS: Final = """
@@ -101,8 +101,9 @@ _SOURCES: Final = (
 TABLE: Final = MappingProxyType({op: (cls, source) for cls, ops, source in _SOURCES for op in ops.split()})
 """Operation -> (class, where the class comes from)."""
 
-FOLLOWING_OPERANDS: Final = MappingProxyType({"batch_norm": 1})
-"""Operations of which only the first n operands follow; the rest (statistics, affine weights) keep their traced dtypes."""
+FOLLOWING_OPERANDS: Final = MappingProxyType({"batch_norm": 1, "higher_order::flex_attention": 3})
+"""Operations of which only the first n operands follow, or are lowered (flex_attention's query, key and value); the rest
+(statistics, affine weights, what score_mod reads) keep their traced dtypes."""
 
 WRITTEN_OPERANDS: Final = MappingProxyType({"batch_norm": (1, 2, 3, 4), "instance_norm": (1, 2)})
 """Operands that an operation writes although neither its name nor its schema says so: running statistics, which stand at 1
@@ -120,8 +121,11 @@ MAY_ALIAS: Final = frozenset((*MOVEMENT.split(), *RANDOM.split(), *_CONVERSIONS)
 """Operations that may return their operand's own memory, depending on strides and arguments: each gets a cast of its own, so
 that nobody else reads what is written through the result."""
 
-NO_LOW_KERNEL: Final = MappingProxyType({"cpu": frozenset(("avg_pool3d", "adaptive_avg_pool3d"))})
-"""Device -> operations whose eager kernel takes no low format, although its shape rule (fake tensors) does."""
+NO_LOW_KERNEL: Final = MappingProxyType(
+    {"cpu": frozenset(("avg_pool3d", "adaptive_avg_pool3d", "higher_order::flex_attention"))}
+)
+"""Device -> operations whose eager kernel takes no low format, although its shape rule (fake tensors) does; or whose compiled
+kernel cannot be followed by the cast back (flex_attention's CPU template)."""
 
 METADATA: Final = frozenset(("size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "is_contiguous"))
 """Methods that read a tensor's shape, never its values: they cause no cast."""
@@ -130,8 +134,44 @@ SYNONYMS: Final = MappingProxyType({"truediv": "div", "__matmul__": "matmul", "_
 """Other spellings of one operation."""
 
 
+class Inside(enum.Enum):
+    """What happens to the graphs nested in a higher-order operation."""
+
+    REWRITTEN = "rewritten"
+    """Each is planned like a graph of its own, whose inputs and outputs have their traced dtypes."""
+    DECLARED = "declared"
+    """Rewritten where the program declares, with `torch.amp.custom_fwd` and `custom_bwd`, that autocast may enter."""
+    TRACED = "traced"
+    """Nothing in them changes."""
+
+
+HIGHER_ORDER: Final = MappingProxyType(
+    {
+        "tag_activation_checkpoint": (Inside.REWRITTEN, "ordinary code, run once more in the backward"),
+        "wrap_activation_checkpoint": (Inside.REWRITTEN, "ordinary code, run once more in the backward"),
+        "wrap": (Inside.REWRITTEN, "ordinary code, inlined by autograd"),
+        "hints_wrapper": (Inside.REWRITTEN, "ordinary code with hints for the compiler"),
+        "wrap_with_set_grad_enabled": (Inside.REWRITTEN, "ordinary code in a grad mode of its own"),
+        "strict_mode": (Inside.REWRITTEN, "ordinary code"),
+        "invoke_subgraph": (Inside.REWRITTEN, "ordinary code, compiled once; each call passes the traced dtypes"),
+        "cond": (Inside.REWRITTEN, "both branches are ordinary code with equal signatures"),
+        "while_loop": (Inside.REWRITTEN, "ordinary code; what is carried to the next turn has its traced dtype"),
+        "scan": (Inside.REWRITTEN, "ordinary code; what is carried to the next turn has its traced dtype"),
+        "map_impl": (Inside.REWRITTEN, "ordinary code, run on each slice"),
+        "autograd_function_apply": (Inside.DECLARED, "forward and backward are the program's own and fit each other"),
+        "associative_scan": (Inside.TRACED, "its combine_fn must be associative, which roundings inside are not"),
+        "flex_attention": (Inside.TRACED, "score_mod and mask_mod work on scores, which are fp32 inside the kernel"),
+        "wrap_with_autocast": (Inside.TRACED, "an autocast region of the user's own"),
+    }
+)
+"""Higher-order operation -> (what happens inside, why). One without a row keeps its traced dtypes, inside and out."""
+
+
 def classify(op: str | None) -> tuple[OpClass, str]:
     """(class, source) of a canonical operation name; KEEP for what has no row."""
     if op is None:
         return OpClass.KEEP, "not an operation of torch"
+    inside = HIGHER_ORDER.get(op.removeprefix("higher_order::"))
+    if inside is not None and op not in TABLE:
+        return OpClass.KEEP, f"has its traced dtypes outside; inside, {inside[1]}"
     return TABLE.get(op, (OpClass.KEEP, "not listed: gets the dtypes it was traced with"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxamp import capture, errors, formats, graph, optable
 from fxamp.capture import Captured, Facts
-from fxamp.optable import OpClass
+from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy
 
 TRACED: Final = torch.float32
@@ -62,24 +62,30 @@ class Plan:
     """For each output, the dtype to cast it to before it leaves; None: as it is."""
     note: str
     """Why the graph is planned as it is, where that is not the policy alone: "ambient autocast"; else ""."""
+    bodies: MappingProxyType[str, Plan] = field(default_factory=lambda: MappingProxyType({}))
+    """The plans of the graphs nested in its higher-order operations, by the attribute that holds each."""
 
     def digest(self) -> str:
         """A key of everything in the plan that changes the rewritten graph, for caches; equal across processes."""
         text = repr([self.variant, str(self.low), self.outputs])
         text += "".join(f"{d.node}|{d.op}|{d.operands}|{d.result};" for d in self.decisions.values())
+        text += repr([(path, body.digest()) for path, body in self.bodies.items()])
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def everywhere(self) -> tuple[Decision, ...]:
+        """The decisions of the graph and of all graphs nested in it."""
+        return (*self.decisions.values(), *(d for body in self.bodies.values() for d in body.everywhere))
 
     @property
     def num_low_ops(self) -> int:
         """Operations of the LOW class that really run in a lower format than they were traced in."""
-        return sum(
-            d.cls is OpClass.LOW and d.computes not in ("-", formats.name(TRACED)) for d in self.decisions.values()
-        )
+        return sum(d.cls is OpClass.LOW and d.computes not in ("-", formats.name(TRACED)) for d in self.everywhere)
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Short names of all formats that some operation computes in."""
-        return tuple(sorted({name for d in self.decisions.values() for name in d.computes.split("+")} - {"-"}))
+        return tuple(sorted({name for d in self.everywhere for name in d.computes.split("+")} - {"-"}))
 
 
 def plan(captured: Captured, policy: Policy, *, variant: str, output_dtype: Literal["traced", "low"] = "traced") -> Plan:
@@ -89,10 +95,34 @@ def plan(captured: Captured, policy: Policy, *, variant: str, output_dtype: Lite
     """
     if captured.ambient is not None:
         note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
-        planner = _Planner(captured, Policy(), torch.float32, note)
-    else:
-        planner = _Planner(captured, policy, formats.STORAGE[variant], "")
-    return planner.plan(variant, output_dtype)
+        return _plan(captured, Policy(), variant, output_dtype, note)
+    return _plan(captured, policy, variant, output_dtype, "")
+
+
+def _plan(captured: Captured, policy: Policy, variant: str, output_dtype: str, note: str) -> Plan:
+    """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
+    low = torch.float32 if note else formats.STORAGE[variant]
+    bodies = {
+        # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
+        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "")
+        for path, body in captured.bodies.items()
+    }
+    made = _Planner(captured, policy, low, note).plan(variant, output_dtype)
+    return replace(made, bodies=MappingProxyType(bodies))
+
+
+def _barrier(captured: Captured, policy: Policy, path: str) -> str | None:
+    """Why nothing changes inside a body; None if it is rewritten."""
+    for caller in captured.callers(path):
+        facts = captured.facts[caller.name]
+        cls, _, why, rule = policy.decide(facts.op, facts.module, facts.classes)
+        if rule is not None and cls is not OpClass.LOW:
+            return why
+        name = (facts.op or "").removeprefix("higher_order::")
+        inside, reason = optable.HIGHER_ORDER.get(name, (Inside.TRACED, "not listed"))
+        if inside is Inside.TRACED or (inside is Inside.DECLARED and not captured.bodies[path].declared):
+            return f"inside {name}: {reason}"
+    return None
 
 
 class _Planner:
@@ -108,7 +138,7 @@ class _Planner:
         outputs: tuple[torch.dtype | None, ...] = ()
         for node in self.captured.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.current[node] = graph.value_of(node)
+                self.current[node] = graph.called_value(node)
             elif node.op == "output":
                 outputs = tuple(self._output(x, output_dtype) for x in graph.operands(node))
             else:
@@ -142,6 +172,8 @@ class _Planner:
         operands = list(graph.operands(node))
         if facts.op in optable.METADATA:
             return self._keep(node, facts, "reads the shape alone", casts=False)
+        if facts.op not in optable.TABLE and graph.bodies(node):
+            return self._keep(node, facts, optable.classify(facts.op)[1])  # a body is planned for its traced dtypes
         if cls in (OpClass.KEEP, OpClass.HIGH):
             return self._keep(node, facts, why, cls=cls)
         obstacle = self._obstacle(node, facts, operands, cls, low)
@@ -264,7 +296,8 @@ class _Planner:
         values = [self._convert(x, want) for x, want in zip(operands, wanted, strict=True)]
         try:
             value = graph.call_on_fakes(node, values)
-            return value, graph.difference(value, traced, format_of=TRACED)
+            refusal = graph.difference(value, traced, format_of=TRACED)
+            return graph.with_history_of(traced, value) if refusal is None else None, refusal
         except Exception as error:  # anything the operation raises is its way to say no
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             return None, f"refuses {formats.name(self.low)}: {first_line[:80]}"

@@ -89,7 +89,7 @@ def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
         table.add_column(name, justify="right" if name in ("operations", "low", "casts") else "left")
     for g in graphs:
         for v in g.variants.values():
-            decisions = list(v.plan.decisions.values())
+            decisions = v.plan.everywhere
             lines = [d.facts.where for d in decisions if d.facts.where]
             table.add_row(
                 str(g.index),
@@ -109,7 +109,7 @@ def _operation_table(variants: Sequence[VariantRecord]) -> Table:
 
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for v in variants:
-        for d in v.plan.decisions.values():
+        for d in v.plan.everywhere:
             if d.computes != "-":
                 counts[(d.op or "?", d.computes, d.cls.value, d.why)] += 1
     table = Table(title="operations", title_justify="left")

@@ -36,7 +36,7 @@ class RuleUse:
 
 def uses(policy: Policy, variants: Sequence[VariantRecord]) -> tuple[RuleUse, ...]:
     """One row per rule, in the policy's order."""
-    decisions = [d for v in variants for d in v.plan.decisions.values() if d.op is not None]
+    decisions = [d for v in variants for d in v.plan.everywhere if d.op is not None]
     matched: dict[Rule, list[Decision]] = {rule: [] for rule in policy.rules}
     decided: dict[Rule, list[Decision]] = {rule: [] for rule in policy.rules}
     for d in decisions:

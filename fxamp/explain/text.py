@@ -32,13 +32,29 @@ def code(gm: fx.GraphModule) -> str:
     Inputs are called by the path of the parameter or the user's variable: `up_weight`, not
     `l_self_modules_up_parameters_weight_`.
     """
+    text = gm.print_readable(print_output=False)
+    starts = [match.start() for match in _CLASS.finditer(text)] + [len(text)]
+    sections = [text[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    return "".join(_section(part, section) for part, section in zip(_in_order(gm), sections, strict=True))
+
+
+_CLASS: Final = re.compile(r"^ *class \w+\(torch\.nn\.Module\):$", re.MULTILINE)
+
+
+def _in_order(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """A graph and those nested in it, in the order in which `print_readable` prints them."""
+    inner = [child for child in gm.children() if isinstance(child, fx.GraphModule)]
+    return [gm, *(part for child in inner for part in _in_order(child))]
+
+
+def _section(gm: fx.GraphModule, text: str) -> str:
+    """The printed text of one graph, with dtypes and short names."""
     values = {node.name: graph.value_of(node) for node in gm.graph.nodes}
 
     def annotate(match: re.Match[str]) -> str:
         label = describe(values.get(match["name"]))
         return f'{match["indent"]}{match["name"]}: "{label}" = ' if label else match[0]
 
-    text = gm.print_readable(print_output=False)
     text = _RELEASE.sub("", text)
     text = _NO_TRACE.sub("", _ANNOTATION.sub("# ", text))
     text = _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
@@ -48,7 +64,7 @@ def code(gm: fx.GraphModule) -> str:
     return _SIGNATURE.sub(_one_argument_a_line, text)
 
 
-_SIGNATURE: Final = re.compile(r'^( +def forward\(self), (\w+: "[^"]*"(?:, \w+: "[^"]*")*)\):', re.MULTILINE)
+_SIGNATURE: Final = re.compile(r'^(?P<indent> +)(def forward\(self), (\w+: "[^"]*"(?:, \w+: "[^"]*")*)\):', re.MULTILINE)
 _DYNAMO_WORDS: Final = re.compile(r"(?:^|(?<=_))(?:modules|parameters|buffers)_")
 
 
@@ -79,8 +95,9 @@ def _is_alias(line: str, names: dict[str, str]) -> bool:
 
 
 def _one_argument_a_line(match: re.Match[str]) -> str:
-    arguments = match[2].replace('", ', '",\n            ')
-    return f"{match[1]},\n            {arguments},\n    ):"
+    indent = match["indent"]
+    arguments = match[3].replace('", ', f'",\n{indent}        ')
+    return f"{indent}{match[2]},\n{indent}        {arguments},\n{indent}):"
 
 
 def _merge_repeated_comments(text: str) -> str:
@@ -109,8 +126,12 @@ def describe(value: Any) -> str:
 def plan(captured: Captured, made: Plan) -> str:
     """The plan, one line per operation: name, operation, class, formats in and out, user's line, and the reason."""
     lines = [f"# plan for {made.variant}: {made.num_low_ops} operations run in {formats.name(made.low)}"]
-    if made.note:
-        lines.append(f"# {made.note}")
+    return "\n".join([*lines, *_plan_lines(captured, made)]) + "\n"
+
+
+def _plan_lines(captured: Captured, made: Plan) -> list[str]:
+    """The plan of one graph, then those of the graphs nested inside."""
+    lines = [f"# {made.note}"] if made.note else []
     rows = [_row(d, captured) for d in made.decisions.values() if not _is_silent(d)]
     header = ("node", "operation", "class", "in", "out", "where", "reason")
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header) - 1)]
@@ -121,7 +142,10 @@ def plan(captured: Captured, made: Plan) -> str:
     for name, back in zip(names, made.outputs, strict=True):
         if back is not None:
             lines.append(f"# output {name} is cast back to {formats.name(back)}, its traced dtype")
-    return "\n".join(lines) + "\n"
+    for path, body in captured.bodies.items():
+        callers = ", ".join(f"{x.name} ({captured.facts[x.name].where or '?'})" for x in captured.callers(path))
+        lines += ["", f"# {path}, inside {callers}", *_plan_lines(body, made.bodies[path])]
+    return lines
 
 
 def _is_silent(decision: Decision) -> bool:

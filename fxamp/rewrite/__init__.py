@@ -18,6 +18,6 @@ NORMALIZE: Final[tuple[Pass, ...]] = (OutOfPlace(),)
 def passes_for(captured: Captured, plan: Plan) -> tuple[Pass, ...]:
     """The passes that turn a captured graph into the planned one, in order."""
     return (
-        MarkRoundings(captured.facts),  # before LowerOperations: it knows the nodes of the captured graph by name
-        LowerOperations(plan, frozenset(captured.pinned)),
+        MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name
+        LowerOperations(captured, plan),
     )

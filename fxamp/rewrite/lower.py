@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from fxamp import graph, optable
+from fxamp.capture import Captured
 from fxamp.passes import Change
 from fxamp.plan import Decision, Plan
 
@@ -25,24 +27,31 @@ class LowerOperations:
                                                return y_1
     """
 
+    captured: Captured = field(repr=False)
     plan: Plan = field(repr=False)
-    pinned: frozenset[str] = field(repr=False)
-    """Nodes whose memory is written: a cast of one is never shared, since it is a snapshot."""
 
     def __call__(self, gm: fx.GraphModule) -> Change:
-        editor = _Editor(self.plan, self.pinned)
-        for node in list(gm.graph.nodes):
-            decision = self.plan.decisions.get(node.name)
-            if decision is not None:
-                editor.lower(node, decision)
-            elif node.op == "output":
-                editor.restore_outputs(node)
-        gm.recompile()
-        return Change(pass_name=type(self).__name__, num_added=editor.num_added)
+        return Change(pass_name=type(self).__name__, num_added=_lower(gm, self.captured, self.plan))
+
+
+def _lower(gm: fx.GraphModule, captured: Captured, plan: Plan) -> int:
+    """Carries out a plan and those of the graphs nested inside, and returns how many nodes were added."""
+    editor = _Editor(plan, captured.pinned)
+    for node in list(gm.graph.nodes):
+        decision = plan.decisions.get(node.name)
+        if decision is not None:
+            editor.lower(node, decision)
+        elif node.op == "output":
+            editor.restore_outputs(node)
+    gm.recompile()
+    inner = [_lower(graph.body(gm, path), captured.bodies[path], body) for path, body in plan.bodies.items()]
+    return editor.num_added + sum(inner)
 
 
 class _Editor:
-    def __init__(self, plan: Plan, pinned: frozenset[str]) -> None:
+    """Edits one graph. A cast of a pinned node, whose memory is written, is a snapshot and never shared."""
+
+    def __init__(self, plan: Plan, pinned: Iterable[str]) -> None:
         self.plan, self.snapshots = plan, set(pinned)
         self.shared: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
         self.num_added = 0

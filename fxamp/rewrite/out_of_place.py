@@ -42,32 +42,41 @@ class OutOfPlace:
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
-        nodes = list(gm.graph.nodes)
-        position = {node: i for i, node in enumerate(nodes)}
-        modes = capture.mode_indices(nodes)
-        members: dict[Hashable, list[fx.Node]] = {}
-        for node in nodes:
-            for key in graph.storages(node):
-                members.setdefault(key, []).append(node)
-        num_marked, kept, starts = 0, list[Kept](), dict[Hashable, list[fx.Node]]()
-        for node in nodes:
-            form = _ordinary_form(node)
-            if form is None:
-                continue
-            keys = graph.storages(node)
-            group = [n for key in keys for n in members[key]]
-            obstacle = _obstacle(node, group, position, modes) or _try(node, form)
-            if obstacle is not None:
-                kept.append(Kept(node=node.name, reason=obstacle, where=capture.source_line(node)[0]))
-                continue
-            for key in keys:
-                starts.setdefault(key, []).append(node)
-            num_marked += 1
-        for key, first in starts.items():
-            _move(members[key], first)
-        if num_marked:
-            gm.recompile()
+        num_marked, kept = 0, list[Kept]()
+        for part in graph.all_of(gm):
+            num, more = _out_of_place(part)
+            num_marked, kept = num_marked + num, kept + more
         return Change(pass_name=type(self).__name__, num_marked=num_marked, kept=tuple(kept))
+
+
+def _out_of_place(gm: fx.GraphModule) -> tuple[int, list[Kept]]:
+    """(how many operations of one graph became ordinary, those that stay in place and why)."""
+    nodes = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    modes = capture.mode_indices(nodes)
+    members: dict[Hashable, list[fx.Node]] = {}
+    for node in nodes:
+        for key in graph.storages(node):
+            members.setdefault(key, []).append(node)
+    num_marked, kept, starts = 0, list[Kept](), dict[Hashable, list[fx.Node]]()
+    for node in nodes:
+        form = _ordinary_form(node)
+        if form is None:
+            continue
+        keys = graph.storages(node)
+        group = [n for key in keys for n in members[key]]
+        obstacle = _obstacle(node, group, position, modes) or _try(node, form)
+        if obstacle is not None:
+            kept.append(Kept(node=node.name, reason=obstacle, where=capture.source_line(node)[0]))
+            continue
+        for key in keys:
+            starts.setdefault(key, []).append(node)
+        num_marked += 1
+    for key, first in starts.items():
+        _move(members[key], first)
+    if num_marked:
+        gm.recompile()
+    return num_marked, kept
 
 
 def _try(node: fx.Node, form: _Form) -> str | None:

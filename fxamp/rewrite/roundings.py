@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,7 +9,7 @@ import torch
 from torch import fx
 
 from fxamp import graph
-from fxamp.capture import Facts
+from fxamp.capture import Captured
 from fxamp.passes import Change
 
 CASTS: Final = frozenset(("to", "type", "type_as", "half", "bfloat16", "float", "double", "_to_copy"))
@@ -26,19 +25,23 @@ class MarkRoundings:
         h: "f16[B]" = x.half()     ->     h: "f16[B]" = x.half()   # rounds
     """
 
-    facts: Mapping[str, Facts] = field(repr=False)
+    captured: Captured = field(repr=False)
 
     def __call__(self, gm: fx.GraphModule) -> Change:
-        num_marked = 0
-        for node in gm.graph.nodes:
-            facts = self.facts.get(node.name)
-            if facts is None or facts.op not in CASTS or not node.all_input_nodes:
-                continue
-            source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
-            if _is_float(source) and _is_float(result) and source.dtype != result.dtype:
-                graph.annotate(node, graph.ROUNDS, True)
-                num_marked += 1
-        return Change(pass_name=type(self).__name__, num_marked=num_marked)
+        return Change(pass_name=type(self).__name__, num_marked=_mark(gm, self.captured))
+
+
+def _mark(gm: fx.GraphModule, captured: Captured) -> int:
+    num_marked = 0
+    for node in gm.graph.nodes:
+        facts = captured.facts.get(node.name)
+        if facts is None or facts.op not in CASTS or not node.all_input_nodes:
+            continue
+        source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
+        if _is_float(source) and _is_float(result) and source.dtype != result.dtype:
+            graph.annotate(node, graph.ROUNDS, True)
+            num_marked += 1
+    return num_marked + sum(_mark(graph.body(gm, path), body) for path, body in captured.bodies.items())
 
 
 def _is_float(value: object) -> bool:
