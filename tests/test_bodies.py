@@ -116,7 +116,8 @@ def test_policy_rules_reach_inside():
     assert planned(block, x8, policy={"lin": "fp32"})[1].num_low_ops == 0
     assert planned(block, x8, policy={"op:linear": "fp32"})[1].num_low_ops == 0
     assert planned(block, x8, policy={"op:higher_order::*": "keep"})[1].num_low_ops == 0
-    assert planned(block, x8, policy={"op:higher_order::*": "bf16"})[1].decisions.keys() == planned(block, x8)[1].decisions.keys()
+    low = planned(block, x8, policy={"op:higher_order::*": "bf16"})[1]
+    assert {d.computes for d in low.decisions.values()} == {"fp32"}  # the boundary stays as it was traced
 
 
 def test_bodies_are_part_of_the_digest():
