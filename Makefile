@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(TORCH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types examples readme size bench ci
+.PHONY: help demo test test-all lint types examples readme size bench zoo ci
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ size: $(READY)  ## files, lines, public names, options, import time
 
 bench: $(READY)  ## fxamp beside its peers on small models, three minutes; more: python -m bench --help
 	$(PYTHON) -m bench --quick --fresh
+
+zoo: $(READY)  ## tiny models of transformers through fxamp, beside autocast and float64; an hour on one core
+	$(PYTHON) -m bench.zoo
 
 ci:  ## everything that a change has to pass
 	.ci/run

@@ -46,7 +46,7 @@ def run(
             num_cpus=os.cpu_count() or 1,
         ),
         num_threads=num_threads,
-        versions=_versions(),
+        versions=versions(),
         commit=commit,
         is_dirty=commit is not None and bool(_git("status", "--porcelain", "--", "fxamp", "bench/*.py")),
         fxamp_source=digest(ROOT, (ROOT / "fxamp").rglob("*.py")),
@@ -62,7 +62,7 @@ def digest(root: Path, paths: Iterable[Path]) -> str:
     return total.hexdigest()[:12]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

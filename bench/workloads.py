@@ -7,8 +7,9 @@ come from fixed seeds; the data has structure, so that a loss can fall and a sys
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -151,11 +152,15 @@ class _Output(nn.Module):
         return getattr(self.model(**{self.takes: x}, **self.settings), self.returns)
 
 
+SDPA: Final[Mapping[str, Any]] = MappingProxyType({"attn_implementation": "sdpa"})
+"""For the configurations of transformers, which take it without declaring it."""
+
+
 def gpt2() -> nn.Module:
     """GPT-2 of 124M parameters. Without dropout, whose random numbers would tell systems apart."""
     from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore[reportMissingImports]
 
-    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa")
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **SDPA)
     return _Output(GPT2LMHeadModel(config), "input_ids", "logits", use_cache=False)
 
 
@@ -163,7 +168,7 @@ def bert() -> nn.Module:
     """BERT-base with its language-model head, without dropout."""
     from transformers import BertConfig, BertForMaskedLM  # pyright: ignore[reportMissingImports]
 
-    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="sdpa")
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SDPA)
     return _Output(BertForMaskedLM(config), "input_ids", "logits")
 
 
@@ -179,7 +184,7 @@ def llama(width: int, num_layers: int, num_positions: int = 2048) -> nn.Module:
         num_key_value_heads=32,
         max_position_embeddings=num_positions,
         vocab_size=8,
-        attn_implementation="sdpa",
+        **SDPA,
     )
     model = LlamaModel(config)
     model.embed_tokens.weight.requires_grad_(False)  # unused: it would get no gradient

@@ -1,0 +1,234 @@
+"""What fxamp adds to the compile time of Inductor, cold and from warm caches.
+
+Every measurement is a process of its own. Cold, it begins with an empty cache directory; warm, with the one that the cold
+process of the same system left. The systems take turns, so that what else the machine does falls on all of them. Timed are
+forward and backward of the first step, less those of the second: imports, and Inductor's first use in a process, are paid by
+a small program before.
+
+`own_s` is the time inside fxamp, measured in the same process: the call of the backend and the joint passes, less Inductor. It
+is a better figure than a difference of two compile times, which the C++ compiler decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+from bench import origin
+
+SYSTEMS: Final = ("inductor-fp32", "fxamp-fp32", "autocast-bf16", "fxamp-bf16")
+"""fxamp and its peer in pairs. Autocast is the CPU's own: kernels in Python would slow its tracing down."""
+
+PEERS: Final = (("fxamp-fp32", "inductor-fp32"), ("fxamp-bf16", "autocast-bf16"))
+
+LARGEST_COLD: Final = 0.05
+"""What fxamp may add to a cold start, relative to its peer."""
+
+LARGEST_WARM: Final = 0.20
+"""The same for a warm start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first step of one process."""
+
+    model: str
+    system: str
+    is_warm: bool
+    compile_s: float
+    own_s: float
+    """Of which inside fxamp; 0 for the others."""
+    fx_hits: int
+    fx_misses: int
+    autograd_hits: int
+    autograd_misses: int
+    versions: dict[str, str]
+
+
+def measure_all(names: Sequence[str], repetitions: int, tell: Callable[[str], object]) -> list[Start]:
+    """Cold and warm starts of every system, in turns, `repetitions` times."""
+    found: list[Start] = []
+    for name in names:
+        for _ in range(repetitions):
+            for system in SYSTEMS:
+                with tempfile.TemporaryDirectory(prefix="fxamp-zoo-") as cache:
+                    found += [_start(name, system, cache, is_warm=is_warm) for is_warm in (False, True)]
+        tell("\n".join(_lines(name, found)))
+    return found
+
+
+def _start(name: str, system: str, cache: str, *, is_warm: bool) -> Start:
+    fixed = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1",
+             "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "bench.zoo.compile_time", name, system]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **fixed}, cwd=origin.ROOT)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} under {system}: {done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Start(model=name, system=system, is_warm=is_warm, versions=origin.versions(), **found)
+
+
+# ---- results ------------------------------------------------------------------------------------------------------------
+def write(path: Path, starts: Iterable[Start]) -> None:
+    """Replaces the rows of the models in `starts`, keeps the others."""
+    new = list(starts)
+    kept = [start for start in read(path) if start.model not in {s.model for s in new}]
+    path.write_text("".join(json.dumps(asdict(start), sort_keys=True) + "\n" for start in (*kept, *new)))
+
+
+def read(path: Path) -> list[Start]:
+    """The rows of a file; none if there is no file."""
+    return [Start(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def median_s(starts: Sequence[Start], system: str, *, is_warm: bool, own: bool = False) -> float:
+    """Median over repetitions, in seconds."""
+    some = [s for s in starts if s.system == system and s.is_warm == is_warm]
+    return statistics.median(s.own_s if own else s.compile_s for s in some)
+
+
+def added(starts: Sequence[Start], own: str, *, is_warm: bool) -> float:
+    """Time inside fxamp relative to the rest of the same start."""
+    total, inside = (median_s(starts, own, is_warm=is_warm, own=which) for which in (False, True))
+    return inside / (total - inside)
+
+
+def hits_like_peer(starts: Sequence[Start], own: str, peer: str) -> bool:
+    """Does every warm start of fxamp miss no cache that its peer's hits?"""
+    misses = {
+        system: {(s.fx_misses > 0, s.autograd_misses > 0) for s in starts if s.system == system and s.is_warm}
+        for system in (own, peer)
+    }
+    return misses[own] <= misses[peer]
+
+
+def _lines(name: str, starts: Sequence[Start]) -> list[str]:
+    some = [s for s in starts if s.model == name]
+    lines: list[str] = []
+    for own, peer in PEERS:
+        cells = [name, own]
+        for is_warm in (False, True):
+            cells += [
+                f"{median_s(some, peer, is_warm=is_warm):.2f}",
+                f"{median_s(some, own, is_warm=is_warm):.2f}",
+                f"{median_s(some, own, is_warm=is_warm, own=True):.2f}",
+                f"{added(some, own, is_warm=is_warm):.1%}",
+            ]
+        cells.append("yes" if hits_like_peer(some, own, peer) else "no")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def markdown(starts: Sequence[Start]) -> str:
+    """The committed table."""
+    names = list(dict.fromkeys(s.model for s in starts))
+    versions = sorted({", ".join(f"{k} {v}" for k, v in sorted(s.versions.items())) for s in starts})
+    columns = ("architecture", "system", *(f"{kind} {what}" for kind in ("cold", "warm")
+               for what in ("peer, s", "fxamp, s", "inside fxamp, s", "added")), "warm start hits like peer's")  # fmt: skip
+    head = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
+    text = (
+        f"{'; '.join(versions)}. Medians of the first step in fresh processes, cold with an empty cache directory. The "
+        'peer of fxamp-fp32 is Inductor alone, that of fxamp-bf16 `torch.autocast("cpu")`. *added* is the time inside fxamp '
+        f"relative to the rest; the targets are {LARGEST_COLD:.0%} cold and {LARGEST_WARM:.0%} warm. Made by "
+        "`python -m bench.zoo --compile-time --only NAME ...`."
+    )
+    return "\n".join(["## Compile time", "", text, "", *head, *(line for name in names for line in _lines(name, starts)), ""])
+
+
+# ---- inside the process -------------------------------------------------------------------------------------------------
+class _Clock:
+    """Seconds inside fxamp: of the backend, less Inductor, and the joint passes, which Inductor calls."""
+
+    def __init__(self) -> None:
+        self.own_s = 0.0
+
+    @contextmanager
+    def inside(self, sign: int = 1) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.own_s += sign * (time.perf_counter() - start)
+
+    def around(self, function: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.inside(sign):
+                return function(*args, **kwargs)
+
+        return timed
+
+
+@contextmanager
+def _watched(clock: _Clock) -> Iterator[None]:
+    """While it lasts `clock` counts the time inside fxamp."""
+    from torch._inductor import compile_fx as inductor
+
+    from fxamp import Amp, lower
+
+    with (
+        mock.patch.object(Amp, "__call__", clock.around(Amp.__call__)),
+        mock.patch.object(inductor, "compile_fx", clock.around(inductor.compile_fx, sign=-1)),
+        mock.patch.object(lower._InductorPass, "__call__", clock.around(lower._InductorPass.__call__)),
+    ):
+        yield
+
+
+def _one(name: str, system: str) -> dict[str, Any]:
+    import contextlib
+
+    import torch
+    from torch._dynamo.utils import counters
+
+    from bench.zoo import measure, models
+    from fxamp import Amp
+
+    torch.set_num_threads(1)
+    compiler, _, precision = system.partition("-")
+    backend: Any = Amp(precision=precision) if compiler == "fxamp" else "inductor"
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if compiler == "autocast" else contextlib.nullcontext()
+    model, inputs = models.make(models.BY_NAME[name], 0), models.inputs(models.BY_NAME[name], 0)
+    warm_up = torch.randn(8, 8, requires_grad=True)
+    torch.compile(lambda x: (x * 2).sum())(warm_up).backward()
+    counters.clear()
+
+    clock = _Clock()
+    compiled = torch.compile(model, backend=backend)
+
+    def run(**given: Any) -> Any:
+        with autocast:
+            return compiled(**given)
+
+    seconds: list[float] = []
+    with _watched(clock) if compiler == "fxamp" else contextlib.nullcontext():
+        for _ in range(2):
+            start = time.perf_counter()
+            measure.step(model, run, inputs, 0)
+            seconds.append(time.perf_counter() - start)
+    return {
+        "compile_s": seconds[0] - seconds[1],
+        "own_s": clock.own_s,
+        "fx_hits": counters["inductor"]["fxgraph_cache_hit"],
+        "fx_misses": counters["inductor"]["fxgraph_cache_miss"],
+        "autograd_hits": counters["aot_autograd"]["autograd_cache_hit"],
+        "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    }
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("name")
+    arguments.add_argument("system", choices=SYSTEMS)
+    given = arguments.parse_args()
+    print(json.dumps(_one(given.name, given.system)))
