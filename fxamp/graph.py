@@ -273,6 +273,15 @@ def insert_getitem(value: fx.Node, index: int, *, before: fx.Node) -> fx.Node:
     return node
 
 
+def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *, before: fx.Node) -> fx.Node:
+    """Puts the call of joint node `node`, on operands changed as `changed` says and with the fake result `value`, in front of
+    `before`. It belongs where `node` belongs: all other meta is the same."""
+    with before.graph.inserting_before(before):
+        made = before.graph.node_copy(node, lambda operand: changed.get(operand, operand))
+    made.meta = {**node.meta, "val": value}
+    return made
+
+
 def after(node: fx.Node) -> fx.Node:
     """The node behind `node`: where to insert what has to follow it directly."""
     return node.next
@@ -302,6 +311,16 @@ def set_value(node: fx.Node, value: Any) -> None:
 def set_meta(node: fx.Node, facts: Mapping[str, object]) -> None:
     """Adds facts for the compiler (such as `recompute`) to a node."""
     node.meta.update(facts)
+
+
+PHASE: Final = ("partitioner_tag", "seq_nr", "autograd_backward", "recompute", "ac_graph_id")
+"""Meta that says where in forward or backward a joint node belongs."""
+
+
+def belong_with(node: fx.Node, other: fx.Node) -> None:
+    """Puts a joint node where in forward or backward `other` is."""
+    kept = {key: value for key, value in node.meta.items() if key not in PHASE}
+    node.meta = {**kept, **{key: other.meta[key] for key in PHASE if key in other.meta}}
 
 
 def annotate(node: fx.Node, key: str, value: object) -> None:

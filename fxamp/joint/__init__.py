@@ -10,6 +10,7 @@ from typing import Final
 
 from fxamp import _patches
 from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
+from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
 from fxamp.passes import Pass
 
@@ -25,7 +26,13 @@ def repairs(*, keeps_roundings: bool) -> tuple[Pass, ...]:
 EXACT: Final[tuple[Pass, ...]] = (
     CancelCasts(),  # before ShareCasts: fewer casts to key, and what a round trip fed reads the original value
     ShareCasts(),  # before DropDeadCasts: sharing never leaves a dead cast, cancelling may
+    DropDeadCasts(),  # before the moves: a dead cast counts as a reader
+    SinkWidenings(),  # before HoistNarrowings: where both could pass a move, the widening does, in one walk
+    HoistNarrowings(),
+    CancelCasts(),  # again: casts that a move kept apart now meet
+    ShareCasts(),
     DropDeadCasts(),
+    AbsorbWidenings(),  # last: what widens by itself is no cast any more, and nothing could cancel or share it
 )
 
 RELAXED: Final[tuple[Pass, ...]] = ()

@@ -6,11 +6,11 @@ Only casts that fxamp inserted, and those that autograd derived from them, are t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from torch import fx
 
 from fxamp import formats, graph
+from fxamp.joint.layout import can_stand_for, is_output
 from fxamp.passes import Change
 
 
@@ -34,7 +34,7 @@ class CancelCasts:
         a: "f32[B]" = cast(x, f32)            (x is bf16)
         b: "bf16[B]" = cast(a, bf16)     ->   users of b read x
         c: "f16[B]" = cast(a, f16)       ->   c = cast(x, f16)
-    kept: f32 -> bf16 -> f32, because the first step rounds.
+    kept: f32 -> bf16 -> f32, because the first step rounds; what leaves the graph in memory of its own.
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
@@ -46,20 +46,18 @@ class CancelCasts:
             value, mark = inner.all_input_nodes[0], graph.own_cast(node)
             assert mark is not None
             if graph.value_of(value).dtype == graph.value_of(node).dtype:
+                if not can_stand_for(node, graph.value_of(value)):
+                    continue
                 graph.replace(node, value)
             else:
                 dtype = graph.value_of(node).dtype
                 short = graph.insert_cast(value, dtype, before=node, why=mark.why, where=mark.where)
-                graph.set_meta(short, {key: node.meta[key] for key in _PHASE if key in node.meta})
+                graph.belong_with(short, node)
                 graph.replace(node, short, except_in=frozenset((short,)))
                 num_added += 1
             graph.erase(node)
             num_removed += 1
         return Change(pass_name=type(self).__name__, num_added=num_added, num_removed=num_removed)
-
-
-_PHASE: Final = ("partitioner_tag", "seq_nr", "autograd_backward", "recompute", "ac_graph_id")
-"""Meta that says where in forward or backward a node belongs; a node that replaces another inherits it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class ShareCasts:
             value = node.all_input_nodes[0]
             key = (value, graph.value_of(node).dtype, *(node.meta.get(k) for k in ("recompute", "ac_graph_id")))
             kept = first.setdefault(key, node)
-            if kept is not node:
+            if kept is not node and not (is_output(kept) and is_output(node)):  # they leave the graph as two tensors
                 graph.replace(node, kept)
                 graph.erase(node)
                 num_removed += 1

@@ -19,7 +19,7 @@ LOW = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def build(steps: list[tuple[int, torch.dtype, bool]], src: torch.dtype) -> fx.GraphModule:
-    """A graph of casts: each step casts an earlier value (by index) to a dtype, ours or the user's. All are outputs."""
+    """A graph of casts: each step casts an earlier value (by index) to a dtype, ours or the user's. All are read, negated."""
     g = fx.Graph()
     nodes = [g.placeholder("x")]
     for index, dtype, ours in steps:
@@ -27,7 +27,7 @@ def build(steps: list[tuple[int, torch.dtype, bool]], src: torch.dtype) -> fx.Gr
         if ours:
             node.meta["custom"] = {graph.MARK: {"src": "", "dst": "", "why": "test", "where": ""}}
         nodes.append(node)
-    g.output(tuple(nodes[1:]) or (nodes[0],))
+    g.output(tuple(g.call_function(torch.ops.aten.neg.default, (node,)) for node in nodes))
     gm = fx.GraphModule({}, g)
     fake = FakeTensorMode()
     FakeTensorProp(gm, fake).propagate(torch.zeros(8, dtype=src))
@@ -81,6 +81,16 @@ def test_each_does_its_own(pass_: Pass, steps, src: torch.dtype, num_left: int):
     assert sum(n.target is CAST for n in gm.graph.nodes) == num_left
 
 
+@pytest.mark.parametrize("pass_", [CancelCasts(), ShareCasts()])
+def test_what_leaves_the_graph_keeps_memory_of_its_own(pass_: Pass):
+    gm = build([(0, torch.float32, True), (1, torch.bfloat16, True), (0, torch.float32, True)], torch.bfloat16)
+    gm.graph.output_node().args = (tuple(n for n in gm.graph.nodes if n.target is CAST),)
+    pass_(gm)
+    x = values.bfloat16()
+    got = fx.Interpreter(gm).run(x)
+    assert len({t.data_ptr() for t in (x, *got)}) == 4
+
+
 def test_a_chain_is_shortened():
     gm = build([(0, torch.float32, True), (1, torch.float16, True)], torch.bfloat16)
     CancelCasts()(gm)
@@ -92,12 +102,16 @@ def test_a_chain_is_shortened():
 def test_dead_casts_go():
     gm = build([(0, torch.bfloat16, True), (1, torch.float16, True)], torch.float32)
     output = gm.graph.output_node()
-    output.args = ((output.all_input_nodes[0],),)
+    first, *rest = output.all_input_nodes[1:]
+    output.args = ((first,),)
+    for node in rest:
+        gm.graph.erase_node(node)
     assert DropDeadCasts()(gm).num_removed == 1
 
 
 def test_the_order_of_passes():
     assert [type(p).__name__ for p in (*joint.repairs(keeps_roundings=True), *joint.EXACT)] == [
         "SaveReadsOfMutated", "KeepRoundings", "CancelCasts", "ShareCasts", "DropDeadCasts",
+        "SinkWidenings", "HoistNarrowings", "CancelCasts", "ShareCasts", "DropDeadCasts", "AbsorbWidenings",
     ]  # fmt: skip
     assert joint.RELAXED == ()

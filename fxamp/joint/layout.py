@@ -1,0 +1,41 @@
+"""Strides and memory of the joint graph's values.
+
+A cast keeps the strides of a dense tensor and lays out every other anew, so equal values are not always as good as each other.
+Which outputs share memory, AOTAutograd has settled before any pass runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxamp import graph
+
+
+def layout(value: torch.Tensor) -> tuple[Any, ...]:
+    """Shape and strides."""
+    return tuple(value.shape), value.stride()
+
+
+def is_output(node: fx.Node) -> bool:
+    """Does a value leave the graph, so that somebody may see whose memory it lies in?"""
+    return any(user.op == "output" for user in node.users)
+
+
+def can_stand_for(node: fx.Node, value: torch.Tensor) -> bool:
+    """Can `value`, equal to what `node` gives but for strides and memory, take its place? Not in an output; elsewhere it can
+    where its readers then give the strides that they gave."""
+    if is_output(node):
+        return False
+    return layout(value) == layout(graph.value_of(node)) or all(_reads_any(user, node, value) for user in node.users)
+
+
+def _reads_any(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
+    """Is it an elementwise operation, and what it makes of `value` laid out as what it makes of `node`?"""
+    target = user.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or torch.Tag.pointwise not in target.tags:
+        return False
+    values = [value if operand is node else graph.value_of(operand) for operand in graph.operands(user)]
+    return layout(graph.call_on_fakes(user, values)) == layout(graph.value_of(user))

@@ -1,0 +1,182 @@
+"""EXACT passes that move casts of the joint graph past operations that only move values, and into operations that widen by
+themselves. `fxamp/joint/casts.py` then finds round trips and equal casts that the movement hid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fxamp import formats, graph
+from fxamp.joint.layout import can_stand_for, layout
+from fxamp.passes import Change
+
+_ATEN: Final = torch.ops.aten
+
+MOVES: Final = frozenset(
+    (
+        _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.t.default,
+        _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.squeeze.default, _ATEN.expand.default,
+        _ATEN.slice.Tensor, _ATEN.select.int, _ATEN.alias.default, _ATEN.clone.default, _ATEN.flip.default,
+        _ATEN.neg.default, _ATEN.abs.default,
+    )
+)  # fmt: skip
+"""Operations of one tensor that commute with every cast: they move values, or change their sign, and compute nothing."""
+
+PROMOTES: Final = frozenset(
+    (
+        _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.maximum.default, _ATEN.minimum.default,
+        _ATEN.where.self,
+    )
+)  # fmt: skip
+"""Elementwise operations that bring their tensors to the widest format before they compute, in eager execution and in code
+that Inductor generates."""
+
+
+@dataclass(frozen=True)
+class SinkWidenings:
+    """Moves a widening cast below the operation that moves its result, if nothing else reads it.
+
+    requires: joint graph with meta.  changes: the format in which values are moved.  keeps: every bit, strides.
+
+        a: "f32[4, 8]" = cast(x, f32)            v: "bf16[8, 4]" = permute(x, [1, 0])
+        v: "f32[8, 4]" = permute(a, [1, 0]) ->   a: "f32[8, 4]" = cast(v, f32)
+    kept: where the cast has other readers, where more elements would be cast (expand), where strides would differ.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_moved = 0
+        for node in list(gm.graph.nodes):
+            move = node if node.target in MOVES else None
+            if move is None:
+                continue
+            cast = move.all_input_nodes[0]
+            if not (_widens(cast) and len(cast.users) == 1) or _numel(move) > _numel(cast):
+                continue
+            num_moved += _swap_down(cast, move)
+        return Change(pass_name=type(self).__name__, num_added=2 * num_moved, num_removed=2 * num_moved)
+
+
+@dataclass(frozen=True)
+class HoistNarrowings:
+    """Moves a narrowing cast above the operation that moved its operand, if nothing else reads what was moved.
+
+    requires: joint graph with meta.  changes: the format in which values are moved.  keeps: every bit, strides.
+
+        v: "f32[8, 64]" = expand(x, [8, 64])         n: "bf16[8, 1]" = cast(x, bf16)
+        n: "bf16[8, 64]" = cast(v, bf16)        ->   v: "bf16[8, 64]" = expand(n, [8, 64])
+    kept: where the moved value has other readers, where more elements would be cast (slice), where strides would differ.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_moved = 0
+        for node in reversed(list(gm.graph.nodes)):
+            cast: fx.Node | None = node
+            while cast is not None:
+                cast = _swap_up(cast)
+                num_moved += cast is not None
+        return Change(pass_name=type(self).__name__, num_added=2 * num_moved, num_removed=2 * num_moved)
+
+
+@dataclass(frozen=True)
+class AbsorbWidenings:
+    """Leaves a widening to the operations that read it, if each of them widens by itself.
+
+    requires: joint graph with meta.  changes: number of casts; saved for the backward is the narrow value.  keeps: every bit.
+
+        a: "f32[B]" = cast(x, f32)
+        y: "f32[B]" = add(a, r)         ->     y: "f32[B]" = add(x, r)         (r is fp32)
+    kept: where an operation has no other operand in the wide format, since it would then compute in the narrow one.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_removed = 0
+        for cast in list(gm.graph.nodes):
+            if not (_widens(cast) and cast.users):
+                continue
+            source = cast.all_input_nodes[0]
+            same_layout = layout(graph.value_of(source)) == layout(graph.value_of(cast))
+            if same_layout and all(_promotes(user, cast) for user in cast.users):
+                graph.replace(cast, source)
+                graph.erase(cast)
+                num_removed += 1
+        return Change(pass_name=type(self).__name__, num_removed=num_removed)
+
+
+# ---- swapping a cast with a move ----------------------------------------------------------------------------------------
+def _swap_down(cast: fx.Node, move: fx.Node) -> bool:
+    """move(cast(x)) becomes cast(move(x)), if no reader can tell."""
+    source, mark = cast.all_input_nodes[0], graph.own_cast(cast)
+    assert mark is not None
+    moved = _call(move, graph.value_of(source))
+    if moved is None:
+        return False
+    dtype = graph.value_of(cast).dtype
+    if not can_stand_for(move, graph.retyped(moved, dtype)):
+        return False
+    low = graph.insert_like(move, {cast: source}, moved, before=move)
+    wide = graph.insert_cast(low, dtype, before=move, why=mark.why, where=mark.where)
+    graph.belong_with(wide, move)
+    graph.replace(move, wide)
+    graph.erase(move)
+    graph.erase(cast)
+    return True
+
+
+def _swap_up(cast: fx.Node) -> fx.Node | None:
+    """cast(move(x)) becomes move(cast(x)), if no reader can tell; returns the new cast."""
+    mark = graph.own_cast(cast)
+    if mark is None or formats.is_lossless(graph.value_of(cast.all_input_nodes[0]).dtype, graph.value_of(cast).dtype):
+        return None
+    move = cast.all_input_nodes[0]
+    if move.target not in MOVES or len(move.users) != 1:
+        return None
+    source = move.all_input_nodes[0]
+    if _numel(source) > _numel(move) or graph.value_of(source).dtype != graph.value_of(move).dtype:
+        return None
+    dtype = graph.value_of(cast).dtype
+    moved = _call(move, graph.retyped(graph.value_of(source), dtype))
+    if moved is None or not can_stand_for(cast, moved):
+        return None
+    narrow = graph.insert_cast(source, dtype, before=cast, why=mark.why, where=mark.where)
+    graph.belong_with(narrow, cast)
+    low = graph.insert_like(move, {source: narrow}, moved, before=cast)
+    graph.belong_with(low, cast)
+    graph.replace(cast, low)
+    graph.erase(cast)
+    graph.erase(move)
+    return narrow
+
+
+def _call(move: fx.Node, value: Any) -> Any | None:
+    """What a move gives for another operand; None where the operand's strides do not allow it."""
+    try:
+        return graph.call_on_fakes(move, [value])
+    except RuntimeError:  # a view that the strides do not allow
+        return None
+
+
+# ---- questions ----------------------------------------------------------------------------------------------------------
+def _widens(node: fx.Node) -> bool:
+    """Is it a cast of fxamp's that loses nothing?"""
+    if graph.own_cast(node) is None:
+        return False
+    return formats.is_lossless(graph.value_of(node.all_input_nodes[0]).dtype, graph.value_of(node).dtype)
+
+
+def _promotes(user: fx.Node, cast: fx.Node) -> bool:
+    """Does an operation compute the same from the operand of `cast` as from `cast`?"""
+    if user.target not in PROMOTES:
+        return False
+    dtype, operands = graph.value_of(cast).dtype, list(graph.operands(user))
+    values = [graph.value_of(x) for x in operands if x is not cast]
+    wide = [v for v in values if isinstance(v, torch.Tensor) and v.dtype == dtype and v.dim() > 0]
+    return operands.count(cast) == 1 and bool(wide) and graph.value_of(user).dtype == dtype
+
+
+def _numel(node: fx.Node) -> Any:
+    return graph.value_of(node).numel()
+

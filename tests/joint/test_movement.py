@@ -1,0 +1,204 @@
+"""Casts past moves and into operations that widen by themselves: bit for bit, stride for stride, by fx.Interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from fxamp import graph, joint
+from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
+
+ATEN = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+F32, BF16 = torch.float32, torch.bfloat16
+
+INPUTS = (
+    torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    torch.randn(4, 6, generator=torch.Generator().manual_seed(2)) * 1e3 + 1 / 3,
+    torch.tensor([[0.0, -0.0, float("inf"), float("nan"), 1e-40, 3e38]] * 4).t().contiguous().t(),
+)
+MOVES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (ATEN.permute.default, ([1, 0],)),
+    (ATEN.view.default, ([24, 1],)),
+    (ATEN.view.default, ([4, 6],)),
+    (ATEN.slice.Tensor, (0, 0, 2)),
+    (ATEN.slice.Tensor, (1, 1, 5, 2)),
+    (ATEN.select.int, (0, 1)),
+    (ATEN.unsqueeze.default, (0,)),
+    (ATEN.squeeze.dim, (0,)),
+    (ATEN.expand.default, ([3, 4, 6],)),
+    (ATEN.clone.default, ()),
+    (ATEN.alias.default, ()),
+    (ATEN.flip.default, ([0],)),
+    (ATEN.neg.default, ()),
+    (ATEN.abs.default, ()),
+)
+BINARY = (ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.maximum.default)
+
+move = st.tuples(st.integers(0, 30), st.sampled_from(MOVES))
+cast = st.tuples(st.integers(0, 30), st.sampled_from((F32, BF16, torch.float16)), st.sampled_from((True, True, False)))
+binary = st.tuples(st.integers(0, 30), st.sampled_from(BINARY), st.integers(0, 30))
+programs = st.lists(st.one_of(move, cast, cast, binary), max_size=14)
+
+
+def build(steps: list[Any], inputs=INPUTS, outputs: Any = None) -> fx.GraphModule:
+    """A joint graph of casts, moves and binary operations on earlier values (by index); steps that do not fit are left out.
+
+    Outputs: those values that `outputs` names by index, else all that nothing reads."""
+    g = fx.Graph()
+    nodes = [g.placeholder(f"x{i}") for i in range(len(inputs))]
+    values = list(inputs)
+    for step in steps:
+        i = step[0] % len(nodes)
+        if len(step) == 2:
+            target, args = step[1][0], (nodes[i], *step[1][1])
+            real = (values[i], *step[1][1])
+        elif isinstance(step[1], torch.dtype):
+            target, args, real = CAST, (nodes[i], step[1]), (values[i], step[1])
+        else:
+            j = step[2] % len(nodes)
+            target, args, real = step[1], (nodes[i], nodes[j]), (values[i], values[j])
+        try:
+            values.append(target(*real))
+        except (RuntimeError, IndexError):
+            continue
+        node = g.call_function(target, args)
+        if target is CAST and step[2]:
+            node.meta["custom"] = {graph.MARK: {"src": "", "dst": "", "why": "test", "where": ""}}
+        nodes.append(node)
+    left = [n for n in nodes if not n.users] if outputs is None else [nodes[i] for i in outputs]
+    g.output(tuple(left))
+    gm = fx.GraphModule({}, g)
+    FakeTensorProp(gm, FakeTensorMode()).propagate(*inputs)
+    return gm
+
+
+def run(gm: fx.GraphModule, inputs=INPUTS) -> list[torch.Tensor]:
+    return fx.Interpreter(gm).run(*inputs)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    whole = (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
+    return whole and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)) and torch.equal(got.signbit(), want.signbit())
+
+
+def strides(t: torch.Tensor) -> list[int]:
+    """Those that matter: fake and real tensors disagree about the stride of a dimension with one element."""
+    return [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
+
+
+def layouts(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """What the graph says of its outputs, and what they are."""
+    told = [graph.value_of(n) for n in gm.graph.output_node().all_input_nodes]
+    return [(t.dtype, tuple(t.shape), t.stride()) for t in told]
+
+
+@given(programs)
+def test_exact_passes_keep_every_bit_and_stride(steps):
+    gm = build(steps)
+    want, told = run(graph.clone(gm)), layouts(gm)
+    for pass_ in joint.EXACT:
+        pass_(gm)
+        gm.graph.lint()
+        assert layouts(gm) == told, pass_
+        assert all(same(g, w) for g, w in zip(run(gm), want, strict=True)), pass_
+
+
+@given(programs)
+def test_no_more_bytes_are_cast(steps):
+    def num_bytes(gm: fx.GraphModule) -> int:
+        casts = [n for n in gm.graph.nodes if graph.own_cast(n) is not None]
+        return sum(graph.value_of(n).numel() * (n.args[1].itemsize + graph.value_of(n.args[0]).dtype.itemsize) for n in casts)
+
+    gm = build(steps)
+    before = num_bytes(gm)
+    for pass_ in joint.EXACT:
+        pass_(gm)
+        assert num_bytes(gm) <= before, pass_
+        before = num_bytes(gm)
+
+
+@given(programs)
+def test_values_on_record_are_what_is_computed(steps):
+    gm = build(steps)
+    for pass_ in joint.EXACT:
+        pass_(gm)
+
+    class Compare(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            if isinstance(value, torch.Tensor):
+                told = graph.value_of(n)
+                assert (told.dtype, told.shape, strides(told)) == (value.dtype, value.shape, strides(value)), n
+            return value
+
+    Compare(gm).run(*INPUTS)
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [str(n.target).split(".")[1] for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def up(i: int, ours: bool = True) -> tuple[int, torch.dtype, bool]:
+    return i, F32, ours
+
+
+def down(i: int, ours: bool = True) -> tuple[int, torch.dtype, bool]:
+    return i, BF16, ours
+
+
+PERMUTE, EXPAND, SLICE = MOVES[0], MOVES[8], MOVES[4]
+FLAT = (ATEN.view.default, ([72],))
+
+MOVED = [
+    # what, pass, steps on (bf16, fp32, fp32) inputs, outputs, targets afterwards
+    ("sinks past a permute", SinkWidenings(), [up(0), (3, PERMUTE), (4, ATEN.mul.Tensor, 4)], [5],
+     ["permute", "convert_element_type", "mul"]),
+    ("the user's stays", SinkWidenings(), [up(0, False), (3, PERMUTE), (4, ATEN.mul.Tensor, 4)], [5],
+     ["convert_element_type", "permute", "mul"]),
+    ("a cast with two readers stays", SinkWidenings(), [up(0), (3, PERMUTE), (3, ATEN.mul.Tensor, 1)], [4, 5],
+     ["convert_element_type", "permute", "mul"]),
+    ("not past an expand: more bytes", SinkWidenings(), [up(0), (3, EXPAND), (4, ATEN.mul.Tensor, 4)], [5],
+     ["convert_element_type", "expand", "mul"]),
+    ("past a slice that is read elementwise", SinkWidenings(), [up(0), (3, SLICE), (4, ATEN.mul.Tensor, 4)], [5],
+     ["slice", "convert_element_type", "mul"]),
+    ("an output keeps its memory", SinkWidenings(), [up(0), (3, SLICE)], [4], ["convert_element_type", "slice"]),
+    ("hoists above an expand", HoistNarrowings(), [(1, EXPAND), down(3), (4, ATEN.mul.Tensor, 4)], [5],
+     ["convert_element_type", "expand", "mul"]),
+    ("not above an expand whose copy is viewed", HoistNarrowings(), [(1, EXPAND), down(3), (4, FLAT)], [5],
+     ["expand", "convert_element_type", "view"]),
+    ("hoists above a permute", HoistNarrowings(), [(1, PERMUTE), down(3), (4, ATEN.mul.Tensor, 4)], [5],
+     ["convert_element_type", "permute", "mul"]),
+    ("not above a slice: more bytes", HoistNarrowings(), [(1, SLICE), down(3), (4, ATEN.mul.Tensor, 4)], [5],
+     ["slice", "convert_element_type", "mul"]),
+    ("what widens by itself needs no cast", AbsorbWidenings(), [up(0), (3, ATEN.add.Tensor, 1)], [4], ["add"]),
+    ("not where both would be narrow", AbsorbWidenings(), [up(0), (3, ATEN.mul.Tensor, 3)], [4],
+     ["convert_element_type", "mul"]),
+    ("one of two", AbsorbWidenings(), [up(0), up(0), (3, ATEN.mul.Tensor, 4)], [5], ["convert_element_type", "mul"]),
+    ("not where another reader needs it", AbsorbWidenings(), [up(0), (3, ATEN.add.Tensor, 1), (3, PERMUTE)], [4, 5],
+     ["convert_element_type", "add", "permute"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pass_", "steps", "outputs", "want"), [m[1:] for m in MOVED], ids=[m[0] for m in MOVED])
+def test_each_move(pass_, steps, outputs, want):
+    gm = build(steps, outputs=outputs)
+    before = run(graph.clone(gm))
+    pass_(gm)
+    assert targets(gm) == want
+    assert all(same(g, w) for g, w in zip(run(gm), before, strict=True))
+
+
+def test_round_trips_meet():
+    """bf16 -> fp32 -> moved -> bf16 is moving alone."""
+    gm = build([up(0), (3, PERMUTE), (4, (ATEN.clone.default, ())), down(5), (6, ATEN.mul.Tensor, 6)], outputs=[7])
+    for pass_ in joint.EXACT:
+        pass_(gm)
+    assert targets(gm) == ["permute", "clone", "mul"]
