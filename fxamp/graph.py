@@ -264,6 +264,25 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
     return node
 
 
+def insert_saturation(value: fx.Node, dtype: torch.dtype, *, before: fx.Node) -> fx.Node:
+    """Puts `value`, its finite numbers cut off at the ends of the format `dtype`, in front of `before`. Its dtype stays.
+
+        mask                                       ->  where(isinf(mask), mask, clamp(mask, -65504, 65504))
+    """
+    info = torch.finfo(dtype)
+    ops = torch.ops.aten
+
+    def put(target: Any, *args: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            node = before.graph.create_node("call_function", target, args)
+        node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
+        node.meta["example_value"] = call_on_fakes(node, [value_of(x) for x in operands(node)])
+        return node
+
+    infinite = put(ops.isinf.default, value)
+    return put(ops.where.self, infinite, value, put(ops.clamp.default, value, info.min, info.max))
+
+
 def insert_getitem(value: fx.Node, index: int, *, before: fx.Node) -> fx.Node:
     """Puts `value[index]`, for a node that yields a tuple or list, in front of `before`."""
     with before.graph.inserting_before(before):

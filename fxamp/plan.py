@@ -8,7 +8,6 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -18,7 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from fxamp import capture, errors, formats, graph, optable
+from fxamp import capture, errors, formats, graph, guards, optable
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy
@@ -42,6 +41,8 @@ class Decision:
     """Short name of the format that the operation's floating operands have: "bf16", "fp32"; "-" if it has none."""
     result: torch.dtype | None
     """The dtype to cast the result to at once, None if it is handed on as computed."""
+    saturated: frozenset[int] = frozenset()
+    """Operands that are cut off at the ends of their new format instead of being rounded to infinity: masks of attention."""
     why: str
     facts: Facts
     value: Any = field(repr=False, compare=False)
@@ -68,7 +69,7 @@ class Plan:
     def digest(self) -> str:
         """A key of everything in the plan that changes the rewritten graph, for caches; equal across processes."""
         text = repr([self.variant, str(self.low), self.outputs])
-        text += "".join(f"{d.node}|{d.op}|{d.operands}|{d.result};" for d in self.decisions.values())
+        text += "".join(f"{d.node}|{d.op}|{d.operands}|{d.result}|{sorted(d.saturated)};" for d in self.decisions.values())
         text += repr([(path, body.digest()) for path, body in self.bodies.items()])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -130,6 +131,8 @@ class _Planner:
 
     def __init__(self, captured: Captured, policy: Policy, low: torch.dtype, note: str) -> None:
         self.captured, self.policy, self.low, self.note = captured, policy, low, note
+        self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
+        self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
         self.current: dict[fx.Node, Any] = {}
         self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
@@ -187,6 +190,10 @@ class _Planner:
         satisfied = all(want is None or self._has(x, want) for x, want in zip(operands, wanted, strict=True))
         if satisfied and not any(self._lowered(x) for x in operands):
             return self._keep(node, facts, why, cls=cls)
+        saturated = self._saturated(node, facts.op, operands, wanted)
+        guarded = self._guarded(node, facts.op, operands, wanted, saturated)
+        if guarded is not None:
+            return self._keep(node, facts, f"guard: {guarded}")
         value, refusal = self._try(node, operands, wanted)
         if refusal is not None:
             return self._keep(node, facts, f"{why}; {refusal}")
@@ -202,6 +209,7 @@ class _Planner:
             operands=wanted,
             computes=self._format(operands, wanted),
             result=result,
+            saturated=saturated,
             why=why,
             facts=facts,
             value=value,
@@ -244,10 +252,6 @@ class _Planner:
         constants = [a for a in tree_leaves((node.args, node.kwargs)) if not isinstance(a, fx.Node)]
         if any(isinstance(a, torch.dtype) for a in constants):
             return "names a dtype"
-        largest = torch.finfo(low).max
-        beyond = [a for a in constants if isinstance(a, float) and largest < abs(a) < math.inf]
-        if beyond:
-            return f"constant {beyond[0]:g} is beyond {formats.name(low)}"
         if facts.op == "einsum" and not _contracts(node):
             return "contracts nothing: it only moves or multiplies values"
         if facts.op in optable.NO_LOW_KERNEL.get(self.captured.device.type, ()):
@@ -286,6 +290,43 @@ class _Planner:
         return tuple(
             follow if x in deciding and i < limit else (None if self._is_scalar(x) else back[i])
             for i, x in enumerate(operands)
+        )
+
+    def _saturated(
+        self, node: fx.Node, op: str | None, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]
+    ) -> frozenset[int]:
+        """The wider mask of an attention that computes low: its smallest number means "not this one", and stays finite."""
+        mask = guards.mask_of(node, op)
+        if mask is None:
+            return frozenset()
+        fits = self.known.get(mask, guards.UNKNOWN).fits
+        pairs = enumerate(zip(operands, wanted, strict=True))
+        return frozenset(i for i, (x, want) in pairs if x is mask and want and not self._has(x, want) and not fits(want))
+
+    def _guarded(
+        self,
+        node: fx.Node,
+        op: str | None,
+        operands: list[fx.Node],
+        wanted: tuple[torch.dtype | None, ...],
+        saturated: frozenset[int],
+    ) -> str | None:
+        """Which numeric guard objects to these formats, and why; None if none does."""
+        low = next((want for want in wanted if want not in (None, TRACED)), None)
+        if op is None or low is None:
+            return None
+        pairs = list(zip(operands, wanted, strict=True))
+        narrowed = [x for x, want in pairs if not self._lowered(x) and (want == low or (want is None and self._is_scalar(x)))]
+        return guards.reason(
+            guards.Call(
+                node=node,
+                op=op,
+                low=low,
+                narrowed=frozenset(x for x in narrowed if self._is_float(x)),
+                saturated=frozenset(operands[i] for i in saturated),
+                known=self.known,
+                ops=self.ops,
+            )
         )
 
     def _try(

@@ -349,6 +349,10 @@ def test_rules_that_did_nothing_are_reported_and_warned_of_once():
         "can never win: op:line*=fp32, behind it, matches all that it does",
         "",
     ]
+    other = fxamp.Amp(precision="bf16", policy={"mean": "low"}, lower="eager")
+    torch.compile(lambda x: x.mean(), backend=other)(torch.rand(2))
+    with pytest.warns(fxamp.FxampWarning, match="There is an operation of that name: write 'op:mean'"):
+        other.report()
     assert str(amp.report()).count("matched nothing") == 3  # pytest would make an error of a second warning
 
 

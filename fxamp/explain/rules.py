@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxamp import optable
@@ -78,7 +78,7 @@ def _note(
     return f"runs low on this rule's word alone: {', '.join(vouched)}" if vouched else ""
 
 
-def _suggestion(rule: Rule, decisions: Iterable[Decision]) -> str:
+def _suggestion(rule: Rule, decisions: Sequence[Decision]) -> str:
     """The nearest names of this kind, of those that occur."""
     names: set[str] = set()
     for d in decisions:
@@ -89,6 +89,8 @@ def _suggestion(rule: Rule, decisions: Iterable[Decision]) -> str:
             names |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
         elif rule.kind == "class":
             names |= {name.rpartition(".")[2] for name in d.facts.classes}
+    if rule.kind == "module" and any(rule.pattern == d.op for d in decisions):
+        return f". There is an operation of that name: write 'op:{rule.pattern}'"
     near = difflib.get_close_matches(rule.pattern, sorted(names), n=1)
     if near:
         return f". Did you mean {near[0]!r}?"

@@ -53,7 +53,7 @@ class _Editor:
 
     def __init__(self, plan: Plan, pinned: Iterable[str]) -> None:
         self.plan, self.snapshots = plan, set(pinned)
-        self.shared: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
+        self.shared: dict[tuple[fx.Node, torch.dtype, int, bool], fx.Node] = {}
         self.num_added = 0
 
     def lower(self, node: fx.Node, decision: Decision) -> None:
@@ -61,7 +61,9 @@ class _Editor:
         if any(want is not None for want in wanted):
             graph.map_operands(
                 node,
-                lambda i, x: self._cast(x, wanted[i], node, decision.facts.mode_index, decision.why, where),
+                lambda i, x: self._cast(
+                    x, wanted[i], node, decision.facts.mode_index, decision.why, where, saturates=i in decision.saturated
+                ),
             )
         if decision.value is graph.value_of(node):
             return
@@ -88,7 +90,15 @@ class _Editor:
         return self._cast(value, dtype, place, -1, "an output keeps its traced dtype", decision.facts.where)
 
     def _cast(
-        self, value: fx.Node, dtype: torch.dtype | None, user: fx.Node, mode_index: int, why: str, where: str
+        self,
+        value: fx.Node,
+        dtype: torch.dtype | None,
+        user: fx.Node,
+        mode_index: int,
+        why: str,
+        where: str,
+        *,
+        saturates: bool = False,
     ) -> Any:
         """`value` in `dtype`, for `user`: itself where it needs no cast, else a cast, else a rebuilt tuple of casts."""
         held = graph.value_of(value)
@@ -98,10 +108,11 @@ class _Editor:
             parts = [self._part(value, i, user) for i in range(len(held))]
             cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
             return cast if isinstance(held, list) else tuple(cast)
-        key = (value, dtype, mode_index)
+        key = (value, dtype, mode_index, saturates)
         if key in self.shared and self._may_share(user):
             return self.shared[key]
-        made = graph.insert_cast(value, dtype, before=user, why=why, where=where)
+        source = graph.insert_saturation(value, dtype, before=user) if saturates else value
+        made = graph.insert_cast(source, dtype, before=user, why=why, where=where)
         self.num_added += 1
         if self._may_share(user) and value.name not in self.snapshots:
             self.shared[key] = made

@@ -25,6 +25,7 @@ LEVELS = MappingProxyType(
         "policy": 2,
         "graph": 2,
         "options": 3,
+        "guards": 3,
         "instances": 3,
         "capture": 3,
         "legal": 3,
