@@ -1,0 +1,107 @@
+"""python -m bench.kernels: which kernels a workload runs on each of some systems, and where two systems differ.
+
+What to look at when a row of the results is slower than its peer. Systems are prepared, compiled and profiled one after
+another in this process, each with caches of its own, so that choices which Inductor makes by timing are made on a quiet
+device and not inherited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from bench import measure, systems, workloads
+
+NUM_WARM_UP_STEPS: Final = 5
+_NUMBER: Final = re.compile(r"_\d+(?=_|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """All launches of one kernel in a step. Generated kernels are told apart by what they fuse, not by their number."""
+
+    name: str
+    count: float
+    ms: float
+
+
+def kernels_of(events: Sequence[measure.Event], num_steps: int) -> dict[str, Kernel]:
+    """Kernels by name, means per step."""
+    found: dict[str, Kernel] = {}
+    for e in events:
+        if e.is_on_device:
+            name = _NUMBER.sub("", e.name) if e.name.startswith("triton") else e.name
+            old = found.get(name, Kernel(name=name, count=0.0, ms=0.0))
+            ms = (e.end_us - e.start_us) / 1e3
+            found[name] = Kernel(name=name, count=old.count + 1 / num_steps, ms=old.ms + ms / num_steps)
+    return found
+
+
+def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, Kernel]:
+    """Kernels of a step of a workload on a system, compiled here and now."""
+    workload, system = workloads.find(workload_name), systems.all_systems()[system_name]
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder, torch._inductor.utils.fresh_inductor_cache(dir=folder):
+        parts = workload.parts("cuda")
+        runner = systems.prepare(system, workload, parts, "cuda")
+        batches = [[parts.batches[i % len(parts.batches)] for i in range(workload.num_micro_batches)]] * NUM_WARM_UP_STEPS
+        for some in batches:
+            runner.step(some)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for some in (batches * num_steps)[:num_steps]:
+                runner.step(some)
+            torch.cuda.synchronize()
+        return kernels_of(measure.events_of(profiled.events() or ()), num_steps)
+
+
+def table(found: Mapping[str, Mapping[str, Kernel]], num_rows: int) -> Table:
+    """One row a kernel, in order of the largest difference between systems, then of time."""
+    out = Table(title="ms a step (launches)")
+    out.add_column("kernel", overflow="fold", max_width=90)
+    out.add_column("category")
+    for system in found:
+        out.add_column(system, justify="right")
+    names = list(dict.fromkeys(name for kernels in found.values() for name in kernels))
+
+    def times(name: str) -> list[float]:
+        return [kernels[name].ms if name in kernels else 0.0 for kernels in found.values()]
+
+    names.sort(key=lambda name: (max(times(name)) - min(times(name)), max(times(name))), reverse=True)
+    for name in names[:num_rows]:
+        cells = [
+            f"{kernels[name].ms:.3f} ({kernels[name].count:g})" if name in kernels else "" for kernels in found.values()
+        ]
+        out.add_row(name, measure.kernel_category(name), *cells)
+    out.add_section()
+    totals = [f"{sum(k.ms for k in kernels.values()):.3f}" for kernels in found.values()]
+    out.add_row(f"all {len(names)}", "", *totals)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
+    parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
+    parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (default 3)")
+    parser.add_argument("--rows", type=int, default=40, metavar="N", help="kernels to list (default 40)")
+    given = parser.parse_args(arguments)
+    found = {system: profiled(given.workload, system, given.steps) for system in given.systems}
+    Console(width=160).print(table(found, given.rows))
+
+
+if __name__ == "__main__":
+    main()
