@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 from unittest import mock
@@ -79,7 +77,6 @@ def measure_passes(num_nodes: int) -> PassFacts:
         "copies and digests": spent_ms["all"]
         - rewrite_ms
         - sum(spent_ms[name] for name in ("capture", "plan", "lower")),
-        "saving the record": _save_ms(variant.joint_record),
     }
     return PassFacts(
         num_dynamo_nodes=len(amp.graphs[0].captured.graph.nodes),
@@ -108,15 +105,6 @@ def _timed(functions: Mapping[str, tuple[ModuleType | object, str]]) -> Generato
         for label, (owner, name) in functions.items():
             stack.enter_context(mock.patch.object(owner, name, timed(label, getattr(owner, name))))
         yield spent_ms
-
-
-def _save_ms(record: Any) -> float:
-    """Time of writing a joint record beside PyTorch's caches, which aot_eager leaves out and Inductor does not."""
-    with tempfile.TemporaryDirectory() as folder:
-        saved = replace(record, path=Path(folder) / "graph.joint")
-        start_s = time.perf_counter()
-        saved.save()
-        return (time.perf_counter() - start_s) * 1e3
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

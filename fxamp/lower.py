@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxamp import errors, graph, joint, legal, passes, tf32
-from fxamp.joint.record import JointRecord
+from fxamp.joint.record import JointGraphs, JointRecord
 from fxamp.passes import Pass
 
 Compiled = Callable[..., Any]
@@ -56,18 +56,22 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
     `digest` says everything that decided the graph; it becomes part of the keys of PyTorch's caches, which ignore meta.
     Raises: StageFailed if a pass of fxamp fails; whatever Inductor raises otherwise.
     """
-    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
-    record = JointRecord(path=_record_path(digest) if settings.lower == "inductor" else None, passes=chosen)
     if settings.lower == "eager":
         _check_runs_eagerly(gm)
-        return Program(run=gm.forward, record=record)
+        return Program(run=gm.forward, record=JointRecord())
+    record = JointRecord(trace=_Retrace(gm, settings, digest))
+    run = _compile(gm, example_inputs, settings, _joint_steps(settings, record), digest)
+    return Program(run=run, record=record)
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
+) -> Compiled:
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
     with functorch_config.patch(backward_pass_autocast="off"):
         if settings.lower == "aot_eager":
-            run = _aot_eager(gm, example_inputs, settings, record)
-        else:
-            run = _inductor(gm, example_inputs, settings, record, digest)
-    return Program(run=run, record=record)
+            return _aot_eager(gm, example_inputs, steps)
+        return _inductor(gm, example_inputs, settings, steps, digest)
 
 
 def _check_runs_eagerly(gm: fx.GraphModule) -> None:
@@ -79,58 +83,82 @@ def _check_runs_eagerly(gm: fx.GraphModule) -> None:
 
 
 # ---- the joint passes ---------------------------------------------------------------------------------------------------
-class _Begin:
-    """Takes the picture before the first pass, and starts the checks against it."""
-
-    def __init__(self, record: JointRecord) -> None:
-        self.record = record
-
-    def __call__(self, gm: fx.GraphModule) -> None:
-        self.record.before = graph.clone(gm)
-        self.record.after, self.record.changes, self.record.from_cache = None, (), False
+Step = Callable[[fx.GraphModule], None]
+Steps = Sequence[tuple[Step, str]]
+"""(what runs on the joint graph, its part of a cache key), in order."""
 
 
-class _Step:
-    """One pass, run and checked."""
+def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
+    """fxamp's passes, each checked; what they did goes into `record`."""
+    if not settings.joint_passes:
+        return ()
+    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
+    checks: list[Callable[[fx.GraphModule], None]] = []
 
-    def __init__(self, record: JointRecord, pass_: Pass) -> None:
-        self.record, self.pass_ = record, pass_
+    def begin(gm: fx.GraphModule) -> None:
+        checks[:] = [legal.checker(legal.JOINT, gm)]
+        record.changes = ()
 
-    def __call__(self, gm: fx.GraphModule) -> None:
-        assert self.record.before is not None
-        check = legal.checker(legal.JOINT, self.record.before)
-        self.record.changes += passes.run(gm, (self.pass_,), check)
+    def step(pass_: Pass) -> Step:
+        def run(gm: fx.GraphModule) -> None:
+            record.changes += passes.run(gm, (pass_,), checks[0])
 
+        return run
 
-class _End:
-    """Takes the picture after the last pass, and keeps both for warm starts."""
+    def end(gm: fx.GraphModule) -> None:
+        record.casts = graph.own_casts(gm)
 
-    def __init__(self, record: JointRecord) -> None:
-        self.record = record
-
-    def __call__(self, gm: fx.GraphModule) -> None:
-        self.record.after = graph.clone(gm)
-        self.record.save()
+    return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), (end, "end")]
 
 
-def _joint_steps(record: JointRecord) -> list[tuple[Callable[[fx.GraphModule], None], str]]:
-    """(step, cache key) for everything that runs on the joint graph, in order."""
-    steps = [(_Step(record, p), passes.key(p)) for p in record.passes]
-    return [(_Begin(record), "begin"), *steps, (_End(record), "end")]
+# ---- looking at joint graphs ----------------------------------------------------------------------------------------------
+class _Traced(BaseException):
+    """Ends a compilation whose joint graph is all that was wanted."""
+
+
+class _Retrace:
+    """Compiles a graph once more as far as the end of the joint passes, in the modes that it was compiled in."""
+
+    def __init__(self, gm: fx.GraphModule, settings: Settings, digest: str) -> None:
+        self.gm, self.settings, self.digest = graph.forget_inputs(graph.clone(gm)), settings, digest
+        self.enables_grad = torch.is_grad_enabled()
+        self.autocasts = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys(("cpu", torch._C._get_accelerator().type))
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    def __call__(self) -> JointGraphs:
+        record, pictures = JointRecord(), list[fx.GraphModule]()
+
+        def photograph(gm: fx.GraphModule) -> None:
+            pictures.append(graph.clone(gm))
+
+        def stop(_: fx.GraphModule) -> None:
+            raise _Traced
+
+        steps = _joint_steps(self.settings, record)
+        gm = graph.clone(self.gm)
+        inputs = [graph.value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.enables_grad))
+            for kind, is_on, dtype in self.autocasts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))  # a hit would run no pass
+            stack.enter_context(contextlib.suppress(_Traced))
+            _compile(gm, inputs, self.settings, [(photograph, ""), *steps, (photograph, ""), (stop, "")], self.digest)
+        before, after = pictures
+        return JointGraphs(before=before, after=after, changes=record.changes, casts=record.casts or ())
 
 
 # ---- aot_eager ----------------------------------------------------------------------------------------------------------
-def _aot_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, record: JointRecord
-) -> Compiled:
+def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps) -> Compiled:
     """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def optimize(joint_gm: fx.GraphModule) -> None:
-        if not settings.joint_passes:
-            return
-        for step, _ in _joint_steps(record):
+        for step, _ in steps:
             step(joint_gm)
         joint_gm.recompile()
 
@@ -173,7 +201,7 @@ class _InductorPass(CustomGraphPass):
 
 
 def _inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, record: JointRecord, digest: str
+    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
 ) -> Compiled:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
@@ -184,11 +212,9 @@ def _inductor(
         patches["triton.cudagraph_or_error"] = True
     if settings.keeps_roundings:
         patches["emulate_precision_casts"] = True
-    steps = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in _joint_steps(record)]
-    theirs = inductor_config.joint_custom_pre_pass
-    patches["joint_custom_pre_pass"] = _chained(steps, theirs)
-    if not settings.joint_passes:
-        del patches["joint_custom_pre_pass"]
+    if steps:
+        ours = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in steps]
+        patches["joint_custom_pre_pass"] = _chained(ours, inductor_config.joint_custom_pre_pass)
     if not settings.tf32:
         return cast(Compiled, compile_fx(gm, list(example_inputs), config_patches=patches))
 
@@ -219,11 +245,3 @@ def _chained(steps: list[_InductorPass], theirs: Any) -> Any:
 
     keys = [step.uuid() for step in steps]
     return _InductorPass(all_of_them, repr([*keys, theirs.uuid() if isinstance(theirs, CustomGraphPass) else theirs]))
-
-
-def _record_path(digest: str) -> Path | None:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    if inductor_config.force_disable_caches or not functorch_config.enable_autograd_cache:
-        return None
-    return Path(cache_dir()) / "fxamp" / digest[:2] / f"{digest}.joint"

@@ -43,36 +43,42 @@ class VariantRecord:
 
     @property
     def joint_before(self) -> fx.GraphModule:
-        """The joint graph of forward and backward before fxamp's joint passes. Raises NeedsCaptured if it never ran."""
+        """The joint graph of forward and backward before fxamp's joint passes, traced again when first asked for.
+        Raises NeedsCaptured where there is none."""
         return self._joint("before")
 
     @property
     def joint(self) -> fx.GraphModule:
-        """The joint graph after fxamp's joint passes. Raises NeedsCaptured if it never ran."""
+        """The joint graph after fxamp's joint passes, traced again when first asked for.
+        Raises NeedsCaptured where there is none."""
         return self._joint("after")
 
     def _joint(self, which: Literal["before", "after"]) -> fx.GraphModule:
-        self.joint_record.load()
-        gm = self.joint_record.before if which == "before" else self.joint_record.after
-        if gm is None:
+        graphs = self.joint_record.graphs
+        if graphs is None:
             raise errors.NeedsCaptured(
-                f"there is no joint graph of this {self.precision} variant on record",
-                way_out="lower='eager' has none; after a warm start the record beside PyTorch's caches may be gone: "
-                "clear the cache directory, or set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 for one run",
+                f"there is no joint graph of this {self.precision} variant",
+                way_out="lower='eager' has none: leave it out, or use 'aot_eager'",
             )
-        return gm
+        return graphs.before if which == "before" else graphs.after
 
     @property
     def joint_changes(self) -> tuple[Change, ...]:
         """What each pass on the joint graph did."""
-        self.joint_record.load()
-        return self.joint_record.changes
+        return self._of_joint_passes[0]
 
     @property
     def casts(self) -> tuple[Cast, ...]:
         """The casts that fxamp has in the graph: of the joint graph if there is one, else of Dynamo's."""
-        self.joint_record.load()
-        return graph.own_casts(self.joint_record.after or self.dynamo)
+        return self._of_joint_passes[1]
+
+    @property
+    def _of_joint_passes(self) -> tuple[tuple[Change, ...], tuple[Cast, ...]]:
+        record = self.joint_record
+        if record.casts is not None:
+            return record.changes, record.casts
+        graphs = record.graphs  # a warm start: no pass ran
+        return ((), graph.own_casts(self.dynamo)) if graphs is None else (graphs.changes, graphs.casts)
 
     def text(self, stage: Stage = "dynamo") -> str:
         """One stage as readable text.

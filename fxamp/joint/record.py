@@ -1,81 +1,45 @@
 """What the joint passes saw and did, also after a warm start.
 
-On a warm start PyTorch's caches hand out compiled code without running a single joint pass. So the record is stored beside
-those caches, under the digest that is also part of their key, and read from there when it is asked for.
+What they did is noted as they run. What they saw are graphs of tens of thousands of nodes: copying, or even storing, them
+would cost every compilation time, for a picture that hardly anybody asks for. And on a warm start PyTorch's caches hand out
+compiled code without running a single joint pass. So a graph that somebody wants to see is traced again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
-import tempfile
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxamp import graph, legal
-from fxamp.passes import Change, Pass, run
+from fxamp.graph import Cast
+from fxamp.passes import Change
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointGraphs:
+    """The joint graph before and after fxamp's passes."""
+
+    before: fx.GraphModule = field(repr=False)
+    after: fx.GraphModule = field(repr=False)
+    changes: tuple[Change, ...]
+    """What each pass did."""
+    casts: tuple[Cast, ...]
+    """The casts of fxamp that are left."""
 
 
 @dataclass(kw_only=True)
 class JointRecord:
-    """The joint graph before and after fxamp's passes, filled while they run or made again from what `path` holds.
+    """Filled by the passes, or, where a cache spared them, when somebody asks."""
 
-    Only the graph before the passes is stored: they are functions of it, and part of the key that it is stored under.
-    """
-
-    path: Path | None
-    """Where it is kept for warm starts; None if PyTorch's caches are off."""
-    passes: tuple[Pass, ...]
-    """The passes that run on the joint graph, in order."""
-    before: fx.GraphModule | None = None
-    after: fx.GraphModule | None = None
+    trace: Callable[[], JointGraphs] | None = field(default=None, repr=False)
+    """Runs AOTAutograd and the passes once more, as far as the end of the passes. None where there is no joint graph."""
     changes: tuple[Change, ...] = ()
-    from_cache: bool = False
+    casts: tuple[Cast, ...] | None = None
+    """None if the passes did not run in this process."""
 
-    def save(self) -> None:
-        """Writes the record beside PyTorch's caches. A disk that refuses costs the dump of a later start, nothing else."""
-        if self.path is None or self.before is None:
-            return
-        data = pickle.dumps(_pack(self.before))
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, delete=False) as file:
-                file.write(data)
-            os.replace(file.name, self.path)  # atomic: another process may be compiling the same graph
-
-    def load(self) -> None:
-        """Makes the record of an earlier process again, if the passes did not run in this one."""
-        if self.after is not None or self.path is None or not self.path.exists():
-            return
-        self.before, self.from_cache = _unpack(pickle.loads(self.path.read_bytes())), True
-        self.after = graph.clone(self.before)
-        self.changes = run(self.after, self.passes, legal.checker(legal.JOINT, self.before))
-
-
-_KEPT_META: Final = frozenset(("val", "custom", "stack_trace", "partitioner_tag"))
-
-
-def _pack(gm: fx.GraphModule) -> tuple[str, bytes]:
-    from torch.fx._graph_pickler import GraphPickler, Options
-
-    options = Options(ops_filter=None, node_metadata_key_filter=lambda key: key in _KEPT_META)
-    return type(gm).__name__, GraphPickler.dumps(gm, options)
-
-
-def _unpack(packed: tuple[str, bytes]) -> fx.GraphModule:
-    from torch._subclasses import FakeTensorMode
-    from torch.fx._graph_pickler import GraphPickler
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    name, data = packed
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch unpickles its own tree specs with a deprecated check
-        gm = GraphPickler.loads(data, FakeTensorMode(shape_env=ShapeEnv()))
-    assert isinstance(gm, fx.GraphModule)
-    type(gm).__name__ = name  # every GraphModule has a class of its own; dumps print its name
-    return gm
+    @functools.cached_property
+    def graphs(self) -> JointGraphs | None:
+        """Traced when first asked for, which takes as long as it took when the graph was compiled."""
+        return None if self.trace is None else self.trace()
