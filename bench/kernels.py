@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._inductor.utils import fresh_inductor_cache
 from torch.profiler import ProfilerActivity, profile
 
 from bench import measure, systems, workloads
@@ -53,7 +54,7 @@ def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, 
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as folder, torch._inductor.utils.fresh_inductor_cache(dir=folder):
+    with tempfile.TemporaryDirectory() as folder, fresh_inductor_cache(dir=folder):
         parts = workload.parts("cuda")
         runner = systems.prepare(system, workload, parts, "cuda")
         batches = [[parts.batches[i % len(parts.batches)] for i in range(workload.num_micro_batches)]] * NUM_WARM_UP_STEPS

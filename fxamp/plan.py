@@ -400,7 +400,7 @@ def _contracts(node: fx.Node) -> bool:
 
 def _new_symbols(node: fx.Node, operands: list[fx.Node]) -> bool:
     """Does the traced result have sizes that only running the operation can tell?"""
-    if all(isinstance(size, int) for t in graph.tensors_of(graph.value_of(node)) for size in t.shape):
+    if all(type(size) is int for t in graph.tensors_of(graph.value_of(node)) for size in t.shape):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy: half a second at import
 

@@ -191,3 +191,22 @@ def test_plans_that_differ_never_share_a_cache_entry(tmp_path: Path, monkeypatch
     assert hits({}) == 0
     assert hits({"relu": "fp32"}) == 1  # changes no decision of this model: one plan, one entry
     assert hits({"linear": "fp32"}) == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_joint_graph_is_traced_again_in_the_modes_it_was_compiled_in(dynamic: bool, trains: bool):
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    with torch.set_grad_enabled(trains):
+        torch.compile(mlp(4, 8, 4), backend=amp, dynamic=dynamic)(torch.ones(3, 4))
+    variant = amp.graphs[0].variants["bf16"]
+    noted = variant.joint_changes, variant.casts
+    with torch.no_grad(), torch.autocast("cpu"):  # where somebody looks is not where it was compiled
+        assert variant.joint is variant.joint
+    assert any("tangents" in n.name for n in variant.joint.graph.nodes) == trains
+    found = variant.joint_record.graphs
+    assert found is not None
+    assert found.casts == noted[1]
+    assert [(c.pass_name, c.num_added, c.num_removed) for c in found.changes] == [
+        (c.pass_name, c.num_added, c.num_removed) for c in noted[0]
+    ]
