@@ -24,8 +24,9 @@ EPILOG: Final = """examples:
   python -m bench                                          everything that this machine can run
   python -m bench --only tiny-gpt gpt2 --systems 'fxamp-*' some of it; what the results have already is left out
   python -m bench --only llama-* --budget-s 450            stop building after 450 s; call again to go on
-  python -m bench --scaling --only none                    time of fxamp's passes and calls, step time over depth and
-  batch python -m bench --report                                 only write the tables from the results
+  python -m bench --scaling --only none                    time of fxamp's passes and calls, over depth and batch
+  python -m bench --report                                 only write the tables from the results
+  python -m bench.kernels gpt2 SYSTEM SYSTEM               which kernels two systems run, where they differ (GPU)
 """
 
 

@@ -215,11 +215,27 @@ def _defeats(results: Results, causes: Causes) -> list[str]:
 
 
 def _doubt(defeat: Defeat) -> str:
-    """Why a defeat may be none."""
+    """Why a defeat may be none, or one of the mode and not of the precision."""
+    of_mode = _of_mode(defeat)
+    if of_mode:
+        return of_mode
     noise = compare.process_noise(defeat.results.measurements[defeat.fxamp.workload])
     if noise is not None and defeat.ratio.median <= noise:
         return f"Within noise: two processes of one system differ by {noise:.2f}."
     return "Undecided: in some repetitions fxamp was the faster one." if defeat.ratio.low < 1 else ""
+
+
+def _of_mode(defeat: Defeat) -> str:
+    """The peer runs in another mode, and the best peer in fxamp's own mode is no faster."""
+    m, on = defeat.fxamp, defeat.results.measurements[defeat.fxamp.workload]
+    peer = compare.best_peer(m, _in_mode_of(m, on))
+    found = None if peer is None or peer.mode == defeat.peer.mode else compare.ratio(m, peer)
+    if found is None or peer is None or found.median > compare.LOSS_RATIO:
+        return ""
+    return (
+        f'The peer runs in another mode, "{defeat.peer.mode}"; in its own, "{m.mode}", fxamp takes '
+        f"{_ratio(found)} of {peer.system}."
+    )
 
 
 def _kernels(defeat: Defeat) -> str:
@@ -300,10 +316,14 @@ def _vs_peer(m: Measurement, results: Results) -> str:
 
 
 def _vs_same_mode(m: Measurement, results: Results) -> str:
-    on = results.measurements[m.workload]
-    # The reference stays: it says whether the others train.
-    same = {name: p for name, p in on.items() if p.mode == m.mode or (name == REFERENCE and p.precision != m.precision)}
-    return _against_best_of(same, m)
+    return _against_best_of(_in_mode_of(m, results.measurements[m.workload]), m)
+
+
+def _in_mode_of(m: Measurement, on: Mapping[str, Measurement]) -> dict[str, Measurement]:
+    """What ran in the mode of `m`, and the reference, which says whether the others train."""
+    return {
+        name: p for name, p in on.items() if p.mode == m.mode or (name == REFERENCE and p.precision != m.precision)
+    }
 
 
 def _against_best_of(on: Mapping[str, Measurement], m: Measurement) -> str:

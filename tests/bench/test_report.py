@@ -156,6 +156,15 @@ def test_defeats_and_their_causes():
     assert "No row of fxamp takes more than 1.02" in page_of(*ROWS[:3])
 
 
+@pytest.mark.parametrize(("fxamp_ms", "is_of_mode"), [(10.1, True), (12.0, False)])
+def test_a_defeat_by_a_peer_in_another_mode_says_how_its_own_mode_compares(fxamp_ms, is_of_mode):
+    """The anchor takes 10 ms in the default mode; a peer with CUDA graphs takes 5."""
+    replaying = measurement("bf16-autocast-reduce-overhead", (5.0,) * 3, mode="reduce-overhead")
+    text = page_of(*ROWS[:3], replaying, measurement("fxamp-bf16", (fxamp_ms,) * 3))
+    assert ("The peer runs in another mode" in text) == is_of_mode
+    assert ("*not explained yet*" in text) != is_of_mode
+
+
 @pytest.mark.parametrize(("control_ms", "is_noise"), [(13.0, True), (7.0, True), (10.5, False)])
 def test_a_defeat_smaller_than_the_noise_is_called_so(control_ms, is_noise):
     """fxamp takes 1.20 of the anchor's time."""
