@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 
@@ -21,6 +22,9 @@ from bench.zoo.measure import SYSTEMS, Lower, measure
 from bench.zoo.rows import Row
 
 FOLDER: Final = Path(__file__).parent
+
+NUM_IN_PROCESS: Final = 8
+"""Architectures for which the imports are paid once."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--fresh", action="store_true", help="measure again what is there for the same source and versions")
     out.add_argument("--report", action="store_true", help="measure nothing, write the tables")
     out.add_argument("--list", action="store_true", help="list the architectures and systems, and stop")
-    out.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)  # in a process of its own, prints one JSON line
+    out.add_argument("--worker", nargs="+", metavar="NAME", help=argparse.SUPPRESS)  # prints a JSON line for each
     return out
 
 
@@ -53,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason and not options.report:
         console.print(reason)
         return 2
-    if options.one:
-        print(_row(options.one, options).to_json())
+    if options.worker:
+        for name in options.worker:
+            print(_row(name, options).to_json(), flush=True)
         return 0
     names = chosen(options.only or ("*",), list(models.BY_NAME), "architecture")
     if options.compile_time and not options.report:
@@ -71,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_all(names: Sequence[str], options: argparse.Namespace, console: Console) -> None:
-    """Each architecture in a process of its own; what is there is kept, and every row is written when it is measured."""
+    """In processes of some architectures each; what is there is kept, and every row is written when it is measured."""
     path: Path = options.results / "results.jsonl"
     known = {(row.lower, row.name): row for row in rows.read(path)}
     source, versions = _source(), origin.versions()
@@ -83,27 +88,43 @@ def _measure_all(names: Sequence[str], options: argparse.Namespace, console: Con
         or (row.fxamp_source, row.versions, row.num_seeds) != (source, versions, options.seeds)
     ]
 
-    def measured(name: str) -> tuple[str, subprocess.CompletedProcess[str] | subprocess.TimeoutExpired]:
-        command = [sys.executable, "-m", "bench.zoo", "--one", name, "--lower", options.lower, "--seeds", str(options.seeds)]
-        command += ["--systems", *options.systems] if options.systems else []
-        settings: dict[str, Any] = {"capture_output": True, "text": True, "timeout": options.timeout_s, "cwd": origin.ROOT}
-        with tempfile.TemporaryDirectory(prefix="fxamp-zoo-") as cache:
-            try:
-                return name, subprocess.run(command, env=_environment(cache), **settings)
-            except subprocess.TimeoutExpired as error:
-                return name, error
+    writing = threading.Lock()
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for name, done in pool.map(measured, todo):
-            if isinstance(done, subprocess.TimeoutExpired) or done.returncode != 0:
-                why = "timed out" if isinstance(done, subprocess.TimeoutExpired) else done.stderr[-2000:]
-                console.print(f"{name}: the process failed: {why}", style="red", markup=False)
-                continue
-            row = Row.from_json(done.stdout.splitlines()[-1])
+    def keep(line: str) -> None:
+        row = Row.from_json(line)
+        with writing:
             known[(row.lower, row.name)] = row
             rows.write(path, known.values())
             console.print(*rows.cells(row))
             console.print(*(f"  {fault}" for fault in rows.faults(row)), sep="\n", markup=False)
+
+    def measured(some: Sequence[str]) -> None:
+        """A process that dies takes one architecture with it; another goes on behind that."""
+        left = list(some)
+        while left:
+            command = [sys.executable, "-m", "bench.zoo", "--lower", options.lower, "--seeds", str(options.seeds)]
+            command += ["--systems", *options.systems] if options.systems else []
+            with tempfile.TemporaryDirectory(prefix="fxamp-zoo-") as cache, tempfile.TemporaryFile("w+") as stderr:
+                worker = subprocess.Popen(
+                    [*command, "--worker", *left], stdout=subprocess.PIPE, stderr=stderr, text=True, env=_environment(cache),
+                    cwd=origin.ROOT,
+                )  # fmt: skip
+                assert worker.stdout is not None
+                alarm = threading.Timer(options.timeout_s * len(left), worker.kill)
+                alarm.start()
+                for line in worker.stdout:
+                    if line.startswith("{"):  # models print too
+                        keep(line)
+                        left.pop(0)
+                worker.wait()
+                alarm.cancel()
+                if left:
+                    stderr.seek(0)
+                    console.print(f"{left.pop(0)}: the process ended: {stderr.read()[-2000:]}", style="red", markup=False)
+
+    chunks = [todo[i : i + NUM_IN_PROCESS] for i in range(0, len(todo), NUM_IN_PROCESS)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(measured, chunks))
 
 
 def _row(name: str, options: argparse.Namespace) -> Row:

@@ -3,7 +3,8 @@
 Every measurement is a process of its own. Cold, it begins with an empty cache directory; warm, with the one that the cold
 process of the same system left. The systems take turns, so that what else the machine does falls on all of them. Timed are
 forward and backward of the first step, less those of the second: imports, and Inductor's first use in a process, are paid by
-a small program before.
+a small program before. Times are CPU seconds of the process and of the C++ compilers that it started, on one thread: on an
+idle machine those are the seconds on the clock, on a busy one they are still right.
 
 `own_s` is the time inside fxamp, measured in the same process: the call of the backend and the joint passes, less Inductor. It
 is a better figure than a difference of two compile times, which the C++ compiler decides.
@@ -14,11 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,10 +29,11 @@ from unittest import mock
 
 from bench import origin
 
-SYSTEMS: Final = ("inductor-fp32", "fxamp-fp32", "autocast-bf16", "fxamp-bf16")
-"""fxamp and its peer in pairs. Autocast is the CPU's own: kernels in Python would slow its tracing down."""
+PEER: Final = "autocast-bf16"
+"""The CPU's own autocast: kernels in Python, as for the zoo's errors, would slow its tracing down."""
 
-PEERS: Final = (("fxamp-fp32", "inductor-fp32"), ("fxamp-bf16", "autocast-bf16"))
+OWN: Final = "fxamp-bf16"
+SYSTEMS: Final = (PEER, OWN)
 
 LARGEST_COLD: Final = 0.05
 """What fxamp may add to a cold start, relative to its peer."""
@@ -65,7 +67,7 @@ def measure_all(names: Sequence[str], repetitions: int, tell: Callable[[str], ob
             for system in SYSTEMS:
                 with tempfile.TemporaryDirectory(prefix="fxamp-zoo-") as cache:
                     found += [_start(name, system, cache, is_warm=is_warm) for is_warm in (False, True)]
-        tell("\n".join(_lines(name, found)))
+        tell(_line(name, found))
     return found
 
 
@@ -99,72 +101,85 @@ def median_s(starts: Sequence[Start], system: str, *, is_warm: bool, own: bool =
     return statistics.median(s.own_s if own else s.compile_s for s in some)
 
 
-def added(starts: Sequence[Start], own: str, *, is_warm: bool) -> float:
+def added(starts: Sequence[Start], *, is_warm: bool) -> float:
     """Time inside fxamp relative to the rest of the same start."""
-    total, inside = (median_s(starts, own, is_warm=is_warm, own=which) for which in (False, True))
+    total, inside = (median_s(starts, OWN, is_warm=is_warm, own=which) for which in (False, True))
     return inside / (total - inside)
 
 
-def hits_like_peer(starts: Sequence[Start], own: str, peer: str) -> bool:
+def hits_like_peer(starts: Sequence[Start]) -> bool:
     """Does every warm start of fxamp miss no cache that its peer's hits?"""
     misses = {
         system: {(s.fx_misses > 0, s.autograd_misses > 0) for s in starts if s.system == system and s.is_warm}
-        for system in (own, peer)
+        for system in SYSTEMS
     }
-    return misses[own] <= misses[peer]
+    return misses[OWN] <= misses[PEER]
 
 
-def _lines(name: str, starts: Sequence[Start]) -> list[str]:
+def _line(name: str, starts: Sequence[Start]) -> str:
     some = [s for s in starts if s.model == name]
-    lines: list[str] = []
-    for own, peer in PEERS:
-        cells = [name, own]
-        for is_warm in (False, True):
-            cells += [
-                f"{median_s(some, peer, is_warm=is_warm):.2f}",
-                f"{median_s(some, own, is_warm=is_warm):.2f}",
-                f"{median_s(some, own, is_warm=is_warm, own=True):.2f}",
-                f"{added(some, own, is_warm=is_warm):.1%}",
-            ]
-        cells.append("yes" if hits_like_peer(some, own, peer) else "no")
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    cells = [name]
+    for is_warm in (False, True):
+        cells += [
+            f"{median_s(some, PEER, is_warm=is_warm):.2f}",
+            f"{median_s(some, OWN, is_warm=is_warm):.2f}",
+            f"{median_s(some, OWN, is_warm=is_warm, own=True):.2f}",
+            f"{added(some, is_warm=is_warm):.1%}",
+        ]
+    cells.append("yes" if hits_like_peer(some) else "no")
+    return "| " + " | ".join(cells) + " |"
 
 
 def markdown(starts: Sequence[Start]) -> str:
     """The committed table."""
     names = list(dict.fromkeys(s.model for s in starts))
     versions = sorted({", ".join(f"{k} {v}" for k, v in sorted(s.versions.items())) for s in starts})
-    columns = ("architecture", "system", *(f"{kind} {what}" for kind in ("cold", "warm")
+    columns = ("architecture", *(f"{kind} {what}" for kind in ("cold", "warm")
                for what in ("peer, s", "fxamp, s", "inside fxamp, s", "added")), "warm start hits like peer's")  # fmt: skip
-    head = ["| " + " | ".join(columns) + " |", "| --- | --- |" + " ---: |" * (len(columns) - 2)]
+    head = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     text = (
-        f"{'; '.join(versions)}. Medians of the first step in fresh processes, cold with an empty cache directory. The "
-        'peer of fxamp-fp32 is Inductor alone, that of fxamp-bf16 `torch.autocast("cpu")`. *added* is the time inside fxamp '
+        f"{'; '.join(versions)}. Median CPU seconds of the first step of fresh processes, cold with an empty cache. The "
+        'peer of fxamp in bf16 is `torch.autocast("cpu")` and Inductor. *added* is the time inside fxamp '
         f"relative to the rest; the targets are {LARGEST_COLD:.0%} cold and {LARGEST_WARM:.0%} warm. Made by "
         "`python -m bench.zoo --compile-time --only NAME ...`."
     )
-    return "\n".join(["## Compile time", "", text, "", *head, *(line for name in names for line in _lines(name, starts)), ""])
+    return "\n".join(["## Compile time", "", text, "", *head, *(_line(name, starts) for name in names), ""])
 
 
 # ---- inside the process -------------------------------------------------------------------------------------------------
+def cpu_s() -> float:
+    """CPU seconds so far, of this process and of its children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 class _Clock:
     """Seconds inside fxamp: of the backend, less Inductor, and the joint passes, which Inductor calls."""
 
     def __init__(self) -> None:
         self.own_s = 0.0
+        self._since_s = 0.0
+        self._is_own = [False]  # who runs, innermost last: Inductor calls fxamp, and itself
 
     @contextmanager
-    def inside(self, sign: int = 1) -> Iterator[None]:
-        start = time.perf_counter()
+    def inside(self, is_own: bool) -> Iterator[None]:
+        self._switch()
+        self._is_own.append(is_own)
         try:
             yield
         finally:
-            self.own_s += sign * (time.perf_counter() - start)
+            self._switch()
+            self._is_own.pop()
 
-    def around(self, function: Callable[..., Any], sign: int = 1) -> Callable[..., Any]:
+    def _switch(self) -> None:
+        now_s = cpu_s()
+        if self._is_own[-1]:
+            self.own_s += now_s - self._since_s
+        self._since_s = now_s
+
+    def around(self, function: Callable[..., Any], *, is_own: bool) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.inside(sign):
+            with self.inside(is_own):
                 return function(*args, **kwargs)
 
         return timed
@@ -177,10 +192,11 @@ def _watched(clock: _Clock) -> Iterator[None]:
 
     from fxamp import Amp, lower
 
+    passes = lower._InductorPass
     with (
-        mock.patch.object(Amp, "__call__", clock.around(Amp.__call__)),
-        mock.patch.object(inductor, "compile_fx", clock.around(inductor.compile_fx, sign=-1)),
-        mock.patch.object(lower._InductorPass, "__call__", clock.around(lower._InductorPass.__call__)),
+        mock.patch.object(Amp, "__call__", clock.around(Amp.__call__, is_own=True)),
+        mock.patch.object(inductor, "compile_fx", clock.around(inductor.compile_fx, is_own=False)),
+        mock.patch.object(passes, "__call__", clock.around(passes.__call__, is_own=True)),
     ):
         yield
 
@@ -213,9 +229,9 @@ def _one(name: str, system: str) -> dict[str, Any]:
     seconds: list[float] = []
     with _watched(clock) if compiler == "fxamp" else contextlib.nullcontext():
         for _ in range(2):
-            start = time.perf_counter()
+            start = cpu_s()
             measure.step(model, run, inputs, 0)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(cpu_s() - start)
     return {
         "compile_s": seconds[0] - seconds[1],
         "own_s": clock.own_s,

@@ -4,8 +4,9 @@ All systems compile the same model, with the same weights and inputs, through th
 model are overwritten for each seed, so that a system compiles once.
 
 The error of a system is relative and norm-wise, ||x - x64|| / ||x64||: of outputs the root mean square over the outputs of
-the model, of gradients that of all of them as one vector. x64 is the model in float64, uncompiled. The gradient is that of the
-sum of all outputs, each weighted with a random tensor (the same for all systems).
+the model, of gradients that of all of them as one vector, and once more the root mean square over the parameters, so that a
+small gradient that is wrong cannot hide behind large ones. x64 is the model in float64, uncompiled. The gradient is that of
+the sum of all outputs, each weighted with a random tensor (the same for all systems).
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class Errors:
 
     outputs: tuple[float, ...]
     gradients: tuple[float, ...]
+    """All gradients as one vector."""
+    parameters: tuple[float, ...]
+    """Root mean square over parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +136,27 @@ def error_of_gradients(got: Step, want: Step) -> float:
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
     names = list(want.gradients)
     return relative_error(*(torch.cat([s.gradients[k].double().flatten() for k in names]) for s in (got, want)))
+
+
+def error_of_parameters(got: Step, want: Step) -> float:
+    """Root mean square, over parameters, of the relative error of the gradient.
+
+    A gradient that is zero but for rounding (of a bias before a softmax, say) counts as a thousandth of the typical norm.
+    """
+    norms = [float(g.double().norm()) for g in want.gradients.values()]
+    floor = 1e-3 * math.sqrt(statistics.fmean(n * n for n in norms))
+    distances = [float((got.gradients[k].double() - g.double()).norm()) for k, g in want.gradients.items()]
+    return math.sqrt(statistics.fmean((d / max(n, floor)) ** 2 for d, n in zip(distances, norms, strict=True)))
+
+
+def errors(got: Sequence[Step], want: Sequence[Step]) -> Errors:
+    """Of steps with the weights and inputs of some seeds."""
+    pairs = list(zip(got, want, strict=True))
+    return Errors(
+        outputs=tuple(error_of_outputs(*pair) for pair in pairs),
+        gradients=tuple(error_of_gradients(*pair) for pair in pairs),
+        parameters=tuple(error_of_parameters(*pair) for pair in pairs),
+    )
 
 
 # ---- compilers ----------------------------------------------------------------------------------------------------------
@@ -223,10 +248,7 @@ def measure(entry: Entry, systems: Sequence[System], *, lower: Lower, seeds: Seq
             stock = done
         joints = compiler.joints()
         results[system.name] = Result(
-            errors=Errors(
-                outputs=tuple(error_of_outputs(got, wanted[seed]) for got, seed in zip(done, seeds, strict=True)),
-                gradients=tuple(error_of_gradients(got, wanted[seed]) for got, seed in zip(done, seeds, strict=True)),
-            ),
+            errors=errors(done, [wanted[seed] for seed in seeds]),
             traffic=sum(map(joint.traffic, joints), Traffic()) if joints else None,
             num_graphs=len(joints),
             seconds=time.perf_counter() - start,
@@ -238,7 +260,8 @@ def measure(entry: Entry, systems: Sequence[System], *, lower: Lower, seeds: Seq
 def steps(entry: Entry, compiler: Compiler, seeds: Sequence[int]) -> Iterator[Step]:
     """Compiles a model, and runs a step with the weights and inputs of each seed."""
     model = models.make(entry, seeds[0])
-    with warnings.catch_warnings():
+    # Dynamo would draw what a model draws by numpy (BigBird does) from torch's generator: other numbers than in float64.
+    with warnings.catch_warnings(), torch._dynamo.config.patch(trace_numpy=False):
         warnings.simplefilter("ignore")  # what models and compilers say of themselves; failures are no warnings
         run = compiler.compile(model)
         for seed in seeds:

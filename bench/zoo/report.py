@@ -16,7 +16,8 @@ Tiny models of `transformers` with random weights, forward and backward, through
 - **stock** is the lowering without fxamp; **fp32**, **bf16**, **fp16** say whether fxamp compiles and runs (fp16 with
   `scaling=None`); in fp32 results are compared with stock bit for bit.
 - **outputs**, **gradients**: error against float64 as a multiple of autocast's, geometric mean over seeds. An error is
-  relative and norm-wise. The gradient is that of all outputs, each weighted with a random tensor.
+  relative and norm-wise. The gradient is that of all outputs, each weighted with a random tensor. **parameters** is the root
+  mean square over parameters instead of the norm of all gradients: a small gradient that is wrong shows there.
 - **autocast** is `torch.autocast("cpu")` with CUDA's lists, read from the header of the installed PyTorch, through the same
   lowering. The CPU's own lists are a different policy (softmax and layer_norm in bf16), and fxamp follows CUDA's. On fake
   CUDA tensors PyTorch's own kernels give the same dtypes (`tests/bench/zoo/test_cuda_autocast.py`).

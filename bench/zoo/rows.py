@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.table import Table
@@ -16,7 +17,14 @@ from bench.joint import Traffic
 from bench.zoo.measure import Errors, Lower, Result
 
 LARGEST_ERROR_RATIO: Final = 1.1
-"""Of fxamp's error to autocast's."""
+"""Of fxamp's error to autocast's, of outputs and of all gradients."""
+
+LARGEST_PARAMETER_RATIO: Final = 1.5
+"""The same for the mean over parameters, which a few small gradients may decide: beyond it something is wrong, not noisy."""
+
+WHAT: Final = MappingProxyType(
+    {"outputs": LARGEST_ERROR_RATIO, "gradients": LARGEST_ERROR_RATIO, "parameters": LARGEST_PARAMETER_RATIO}
+)
 
 CASTS_GEOMETRIC_MEAN: Final = 0.8
 """Of the bytes that casts move, to autocast's, with output_dtype="low"."""
@@ -82,7 +90,7 @@ def ratio(own: Sequence[float], peer: Sequence[float]) -> float:
 
 
 def error_ratio(row: Row, precision: str, what: str) -> float | None:
-    """fxamp's error to autocast's, of "outputs" or "gradients"; None if either did not run."""
+    """fxamp's error to autocast's, of "outputs", "gradients" or "parameters"; None if either did not run."""
     own, peer = (row.results.get(f"{compiler}-{precision}") for compiler in ("fxamp", "autocast"))
     if own is None or peer is None or own.errors is None or peer.errors is None:
         return None
@@ -114,17 +122,17 @@ def faults(row: Row) -> list[str]:
     if identity is not None and identity.is_stock_bitwise is False:
         found.append("fxamp-fp32: not bit for bit what the same lowering gives without fxamp")
     for precision in ("bf16", "fp16"):
-        for what in ("outputs", "gradients"):
+        for what, bound in WHAT.items():
             value = error_ratio(row, precision, what)
-            if value is not None and value > LARGEST_ERROR_RATIO:
+            if value is not None and value > bound:
                 found.append(f"fxamp-{precision}: error of {what} is {value:.2f} times autocast's")
     return found
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------------
 COLUMNS: Final = (
-    "architecture", "stock", "fp32", "bf16", "fp16", "graphs", "outputs bf16", "gradients bf16", "outputs fp16",
-    "gradients fp16", "cast bytes", "casts",
+    "architecture", "stock", "fp32", "bf16", "fp16", "graphs", "outputs bf16", "gradients bf16", "parameters bf16",
+    "outputs fp16", "gradients fp16", "parameters fp16", "cast bytes", "casts",
 )  # fmt: skip
 
 
@@ -132,7 +140,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """One line of the table."""
     systems = ("stock", "fxamp-fp32", "fxamp-bf16", "fxamp-fp16")
     ran = [_ran(row.results.get(name)) for name in systems]
-    errors = [_number(error_ratio(row, p, what)) for p in ("bf16", "fp16") for what in ("outputs", "gradients")]
+    errors = [_number(error_ratio(row, p, what)) for p in ("bf16", "fp16") for what in WHAT]
     graphs = max(r.num_graphs for r in row.results.values())
     casts = [_number(cast_ratio(row, what)) for what in ("cast_bytes", "num_casts")]
     return (row.name, *ran, str(graphs or "-"), *errors, *casts)

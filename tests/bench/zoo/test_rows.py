@@ -12,7 +12,7 @@ from bench.zoo.rows import Row
 
 def ran(error: float = 1e-3, num_bytes: int = 100) -> Result:
     return Result(
-        errors=Errors(outputs=(error, error), gradients=(error, error)),
+        errors=Errors(outputs=(error, error), gradients=(error, error), parameters=(error, error)),
         traffic=Traffic(num_graphs=1, num_casts=10, cast_bytes=num_bytes),
         num_graphs=1,
     )
@@ -45,6 +45,7 @@ def test_what_counts_as_a_fault():
     assert rows.faults(row(fxamp_bf16=Result(failure="E: no"))) == ["fxamp-bf16: E: no"]
     assert rows.faults(row(stock=Result(failure="E: no"), fxamp_bf16=Result(failure="E: no"))) == []
     assert len(rows.faults(row(fxamp_bf16=ran(error=1.2e-3)))) == 2  # outputs and gradients
+    assert len(rows.faults(row(fxamp_bf16=ran(error=1.6e-3)))) == 3  # and parameters
     assert rows.faults(row(fxamp_fp32=Result(is_stock_bitwise=False))) != []
 
 

@@ -67,10 +67,10 @@ def test_error_is_at_most_autocasts(name, precision):
     got = list(measure.steps(entry, compiler, SEEDS))
     peer = under_eager_autocast(entry, system.dtype)
     want = [measure.reference(entry, seed) for seed in SEEDS]
-    for error in (measure.error_of_outputs, measure.error_of_gradients):
-        own, theirs = ([error(x, w) for x, w in zip(steps, want, strict=True)] for steps in (got, peer))
-        assert rows.ratio(own, theirs) <= rows.LARGEST_ERROR_RATIO
-        assert min(own) > 1e-5, "nothing ran low"
+    own, theirs = measure.errors(got, want), measure.errors(peer, want)
+    for what, bound in rows.WHAT.items():
+        assert rows.ratio(getattr(own, what), getattr(theirs, what)) <= bound, what
+    assert min(own.gradients) > 1e-5, "nothing ran low"
 
 
 @needs_transformers

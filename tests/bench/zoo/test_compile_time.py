@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.zoo import compile_time
+from bench.zoo.compile_time import Start
+
+
+def start(system: str, is_warm: bool, compile_s: float, own_s: float, misses: int = 0) -> Start:
+    return Start(
+        model="net", system=system, is_warm=is_warm, compile_s=compile_s, own_s=own_s, fx_hits=1, fx_misses=misses,
+        autograd_hits=1, autograd_misses=0, versions={"torch": "2"},
+    )  # fmt: skip
+
+
+def starts(warm_misses: int = 0) -> list[Start]:
+    peer = [start(compile_time.PEER, False, 10.0, 0.0), start(compile_time.PEER, True, 2.0, 0.0)]
+    return [*peer, start(compile_time.OWN, False, 10.5, 0.5), start(compile_time.OWN, True, 3.0, 1.0, warm_misses)]
+
+
+def test_added_is_relative_to_the_rest_of_the_same_start():
+    assert compile_time.added(starts(), is_warm=False) == pytest.approx(0.05)
+    assert compile_time.added(starts(), is_warm=True) == pytest.approx(0.5)
+
+
+def test_a_miss_where_the_peer_hits_is_told():
+    assert compile_time.hits_like_peer(starts())
+    assert not compile_time.hits_like_peer(starts(warm_misses=1))
+
+
+def test_rows_of_other_models_are_kept(tmp_path):
+    path = tmp_path / "compile_time.jsonl"
+    compile_time.write(path, starts())
+    compile_time.write(path, [])
+    assert compile_time.read(path) == starts()
+    assert "| net | 10.00 | 10.50 | 0.50 | 5.0% |" in compile_time.markdown(starts())
+
+
+def test_clock_counts_the_innermost(monkeypatch):
+    """Inductor inside fxamp inside Inductor: only fxamp's own time counts, however often they call each other."""
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    monkeypatch.setattr(compile_time, "cpu_s", lambda: next(now))
+    clock = compile_time._Clock()
+    with clock.inside(True), clock.inside(False), clock.inside(True):  # fxamp from 0, Inductor from 1, fxamp from 3 to 6
+        pass
+    assert clock.own_s == (1 - 0) + (6 - 3) + (15 - 10)
