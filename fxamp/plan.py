@@ -285,6 +285,9 @@ class _Planner:
         counts = op in optable.SELECTING
         deciding = [x for x in operands[:limit] if self._is_float(x) and (counts or not self._is_scalar(x))]
         dtypes = {t.dtype for x in deciding for t in self._floats(x)}
+        narrow = next(iter(dtypes - {TRACED}), TRACED)
+        if len(dtypes) == 2 and all(self._exists_in(x, narrow) for x in deciding if self._has(x, TRACED)):
+            dtypes = {narrow}  # a mask of zeros and ones loses nothing, and widens nobody
         follow = next(iter(dtypes)) if len(dtypes) == 1 else TRACED
         back = [TRACED if self._lowered(x) else None for x in operands]
         return tuple(
@@ -364,6 +367,10 @@ class _Planner:
     def _is_scalar(self, node: fx.Node) -> bool:
         value = self.current[node]
         return isinstance(value, torch.Tensor) and value.dim() == 0
+
+    def _exists_in(self, node: fx.Node, dtype: torch.dtype) -> bool:
+        """Is everything that the node can hold, whatever the inputs, a number of this format?"""
+        return TRACED in {t.dtype for t in self._floats(node)} and self.known.get(node, guards.UNKNOWN).exists_in(dtype)
 
     def _has(self, node: fx.Node, dtype: torch.dtype) -> bool:
         return all(t.dtype == dtype for t in self._floats(node))

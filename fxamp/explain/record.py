@@ -12,7 +12,8 @@ from torch import fx
 
 from fxamp import errors, graph
 from fxamp.capture import Captured
-from fxamp.explain import text
+from fxamp.explain import leaks, text
+from fxamp.explain.leaks import Leak
 from fxamp.graph import Cast
 from fxamp.joint.record import JointRecord
 from fxamp.passes import Change
@@ -79,6 +80,11 @@ class VariantRecord:
             return record.changes, record.casts
         graphs = record.graphs  # a warm start: no pass ran
         return ((), graph.own_casts(self.dynamo)) if graphs is None else (graphs.changes, graphs.casts)
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """Where a low value meets a wider one, and the result is wide."""
+        return leaks.find(self.captured, self.plan)
 
     def text(self, stage: Stage = "dynamo") -> str:
         """One stage as readable text.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
+from fxamp.explain.leaks import Leak
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.rules import RuleUse
 from fxamp.optable import OpClass
@@ -19,6 +20,9 @@ if TYPE_CHECKING:  # imported where a report is printed: `import fxamp` stays li
 
 WIDTH_CHARACTERS: Final = 110
 """Reports are printed into logs as often as on terminals; a fixed width keeps them comparable."""
+
+MAX_LEAKS: Final = 12
+"""Places that a printed report shows. A model has hundreds of additions to its residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,11 @@ class Report:
         """Casts that fxamp has in its graphs, forward and backward, over all graphs."""
         return sum(len(v.casts) for v in self.variants)
 
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """Promotion leaks, over all graphs: where a low value meets a wider one, and the result is wide."""
+        return tuple(leak for v in self.variants for leak in v.leaks)
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -71,6 +80,8 @@ class Report:
         else:
             console.print(_graph_table(self.graphs))
             console.print(_operation_table(self.variants))
+            if self.leaks:
+                console.print(_leak_table(self.leaks))
             if self.rules:
                 console.print(_rule_table(self.rules))
             _print_notes(console, self.graphs)
@@ -118,6 +129,24 @@ def _operation_table(variants: Sequence[VariantRecord]) -> Table:
     order = {cls.value: i for i, cls in enumerate(OpClass)}
     for (op, computes, cls, why), count in sorted(counts.items(), key=lambda item: (order[item[0][2]], item[0])):
         table.add_row(op, computes, str(count), cls, why)
+    return table
+
+
+def _leak_table(leaks: Sequence[Leak]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title="promotion leaks: a low value meets a wider one, and the result is wide", title_justify="left", show_lines=True
+    )
+    for name in ("where", "operation", "low", "wide", "widens", "what to change"):
+        table.add_column(name, justify="right" if name == "widens" else "left", overflow="fold")
+    rows = {(leak.where, leak.op, leak.origin): leak for leak in reversed(leaks)}  # the first of each line speaks for all
+    counts = Counter((leak.where, leak.op, leak.origin) for leak in leaks)
+    for key, leak in list(reversed(rows.items()))[:MAX_LEAKS]:
+        times = f" ({counts[key]} times)" if counts[key] > 1 else ""
+        table.add_row(f"{leak.where}{times}", leak.op, leak.low, leak.wide, str(leak.num_widened), leak.advice)
+    if len(rows) > MAX_LEAKS:
+        table.caption = f"and at {len(rows) - MAX_LEAKS} more places: report.leaks has them all"
     return table
 
 

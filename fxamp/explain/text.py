@@ -58,7 +58,7 @@ def _section(gm: fx.GraphModule, text: str) -> str:
     text = _RELEASE.sub("", text)
     text = _NO_TRACE.sub("", _ANNOTATION.sub("# ", text))
     text = _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
-    names = _short_names(gm)
+    names = short_names(gm)
     text = "\n".join(line for line in text.split("\n") if not _is_alias(line, names))
     text = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
     return _SIGNATURE.sub(_one_argument_a_line, text)
@@ -68,7 +68,7 @@ _SIGNATURE: Final = re.compile(r'^(?P<indent> +)(def forward\(self), (\w+: "[^"]
 _DYNAMO_WORDS: Final = re.compile(r"(?:^|(?<=_))(?:modules|parameters|buffers)_")
 
 
-def _short_names(gm: fx.GraphModule) -> dict[str, str]:
+def short_names(gm: fx.GraphModule) -> dict[str, str]:
     """Dynamo's name of each input, and of each cast of one -> a name that the user knows; unchanged where two would clash."""
     taken = {node.name for node in gm.graph.nodes}
     names: dict[str, str] = {}
