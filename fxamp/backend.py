@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxamp import capture, errors, formats, graph, instances, legal, passes, plan, rewrite
+from fxamp import capture, errors, formats, graph, instances, legal, ops, passes, plan, rewrite
 from fxamp.capture import Captured
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
@@ -231,7 +231,8 @@ def _digest(captured: Captured, made: Plan, settings: object) -> str:
     values = [graph.value_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")]
     inputs = [(str(t.dtype), str(tuple(t.shape)), t.requires_grad) for v in values for t in graph.tensors_of(v)]
     code = [part.code for part in graph.all_of(captured.gm)]
-    text = repr((__version__, torch.__version__, code, inputs, captured.trains, made.digest(), settings))
+    functions = passes.file_hash(ops.__file__), ops.allowed_kernels()  # the code has but their names
+    text = repr((__version__, torch.__version__, functions, code, inputs, captured.trains, made.digest(), settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

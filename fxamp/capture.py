@@ -126,7 +126,7 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
     left = Counter(key for node in outputs for key in groups[node])
     floats = [t.dtype for node in nodes for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()]
     facts = dict(_facts(nodes, around))
-    in_functorch = _inside_functorch(nodes, around.in_functorch)
+    in_functorch = inside_functorch(nodes, around.in_functorch)
     bodies = {path: _body(path, inner, nodes, facts, in_functorch, around) for path, inner in graph.nested(gm).items()}
     return Captured(
         gm=gm,
@@ -369,7 +369,7 @@ def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str
     return [(operand, reason) for operand in node.all_input_nodes]
 
 
-def _inside_functorch(nodes: Sequence[fx.Node], around: bool) -> dict[fx.Node, bool]:
+def inside_functorch(nodes: Sequence[fx.Node], around: bool) -> dict[fx.Node, bool]:
     """For each node: does it run between the push and the pop of a functorch level, its own or one around the graph?"""
     depth, inside = int(around), dict[fx.Node, bool]()
     for node in nodes:

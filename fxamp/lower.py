@@ -15,8 +15,9 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn.attention import sdpa_kernel
 
-from fxamp import errors, graph, joint, legal, passes, tf32
+from fxamp import errors, graph, joint, legal, ops, passes, tf32
 from fxamp.joint.record import JointGraphs, JointRecord
 from fxamp.passes import Pass
 
@@ -121,7 +122,7 @@ class _Retrace:
 
     def __init__(self, gm: fx.GraphModule, settings: Settings, digest: str) -> None:
         self.gm, self.settings, self.digest = graph.forget_inputs(graph.clone(gm)), settings, digest
-        self.enables_grad = torch.is_grad_enabled()
+        self.enables_grad, self.kernels = torch.is_grad_enabled(), ops.allowed_kernels()
         self.autocasts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys(("cpu", torch._C._get_accelerator().type))
@@ -142,6 +143,7 @@ class _Retrace:
         inputs = [graph.value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.enables_grad))
+            stack.enter_context(sdpa_kernel(self.kernels, set_priority=True))
             for kind, is_on, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
             stack.enter_context(functorch_config.patch(enable_autograd_cache=False))  # a hit would run no pass

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DispatchKey
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 
 @torch.library.custom_op("fxamp::round_to", mutates_args=())
@@ -21,3 +26,148 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 ROUND_TO: Final = torch.ops.fxamp.round_to.default
 """What a graph calls."""
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------------
+# Shapes: B batch dimensions (any number, heads among them), L queries, S keys, E and V sizes of a head.
+torch.library.define(
+    "fxamp::attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, "
+    "float? scale=None, bool enable_gqa=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+# Autograd and compilers see the parts of a composite, and PyTorch's caches take it: it is a name, not a Python function.
+@torch.library.impl("fxamp::attention", "CompositeImplicitAutograd")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` of low operands whose products are low also where no fused kernel takes it.
+
+    There PyTorch itself computes both products, and their gradients, in fp32. Where only the strides of an operand keep the
+    fused kernels away (a mask expanded along the keys), they get a copy of it in the strides that they want.
+
+    Args and result: as of `torch.nn.functional.scaled_dot_product_attention`.
+    """
+    arguments: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    is_empty = any(size == 0 for x in (query, key, value) for size in x.shape)
+    if not is_empty and _takes_math(*arguments, **options):
+        dense = tuple(_with_dense_rows(x) if isinstance(x, Tensor) else x for x in arguments)
+        if _takes_math(*dense, **options):
+            return attention_by_products(*arguments, **options)
+        arguments = dense
+    return F.scaled_dot_product_attention(*arguments, **options)
+
+
+ATTENTION: Final = torch.ops.fxamp.attention.default
+"""What a graph calls."""
+
+
+def attention_by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention as two products of low operands, as exact as a fused kernel's (FlashAttention: Dao et al., 2022).
+
+    Scores and softmax are fp32 and never rounded; rounded are the probabilities, which are what the backward keeps, and the
+    gradients that enter a product. Rows that are masked altogether give 0, as in PyTorch.
+
+    Args: query [B, L, E], key [B, S, E], value [B, S, V], all in one low format; the rest as in `attention`.
+    Returns: [B, L, V] in the operands' format.
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    scores = _batched(_Scores.apply, query, key)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = torch.where(attn_mask, scores, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights: Tensor = _LowSoftmax.apply(scores, query.dtype)
+    if dropout_p > 0:  # drawn in fp32, as PyTorch does: a mask drawn in a low format is another mask
+        weights = torch.dropout(weights.float(), dropout_p, train=True).to(query.dtype)
+    return _batched(torch.bmm, weights, value)
+
+
+class _Scores(torch.autograd.Function):
+    """The fp32 products of low queries [N, L, E] and keys [N, S, E], as matrix units accumulate them; what the backward
+    multiplies is low again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(query, key)
+        if query.device.type == "cuda":
+            return torch.bmm(query, key.mT, out_dtype=torch.float32)
+        return torch.bmm(query.float(), key.mT.float())  # other devices have no product of two formats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key = ctx.saved_tensors
+        grad = grad.to(query.dtype)
+        return torch.bmm(grad, key), torch.bmm(grad.mT, query)
+
+
+class _LowSoftmax(torch.autograd.Function):
+    """Softmax of fp32 scores, rounded; the backward keeps the rounded result, which is there for the next product."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dtype: torch.dtype) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        weights = torch._safe_softmax(scores, -1).to(dtype)
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weights,) = ctx.saved_tensors
+        weighted = grad.float() * weights.float()
+        return weighted - weights.float() * weighted.sum(-1, keepdim=True), None
+
+
+def _batched(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """A product of operands with one batch dimension, for operands with any that broadcast."""
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = product(*(x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b)))
+    return out.reshape(*batch, *out.shape[-2:])
+
+
+_CHOICE: Final = torch.ops.aten._fused_sdp_choice.default
+
+
+def _takes_math(query: Tensor, *arguments: Any, **options: Any) -> bool:
+    """Does `scaled_dot_product_attention` fall back to its decomposition for these arguments?"""
+    device_key = torch._C._dispatch_key_for_device(query.device.type)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_CHOICE.name(), device_key):
+        return False
+    # The kernel itself: the dispatcher would ask a fake tensor's shape rule, which knows no CPU kernels.
+    choice = _CHOICE._op_dk(getattr(DispatchKey, device_key), query, *arguments, **options)
+    return choice == SDPBackend.MATH.value
+
+
+def allowed_kernels() -> list[SDPBackend]:
+    """The kernels of attention that are switched on, the preferred first: what is traced depends on them."""
+    return _cur_sdpa_kernel_backends(with_priority=True)
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """`x` with a last dimension of stride 1; what is repeated along other dimensions stays so."""
+    if x.stride(-1) == 1:
+        return x
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])
+    return x[once].contiguous().expand(x.shape)

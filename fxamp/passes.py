@@ -80,9 +80,10 @@ def run(gm: fx.GraphModule, passes: Sequence[Pass], check: Callable[[fx.GraphMod
 
 def key(pass_: Pass) -> str:
     """A cache key of a pass: its fields and the text of the file that implements it."""
-    return f"{pass_!r}:{_file_hash(inspect.getfile(type(pass_)))}"
+    return f"{pass_!r}:{file_hash(inspect.getfile(type(pass_)))}"
 
 
 @functools.cache
-def _file_hash(path: str) -> str:
+def file_hash(path: str) -> str:
+    """The hash of a file's text."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -7,6 +7,7 @@ from typing import Final
 from fxamp.capture import Captured
 from fxamp.passes import Pass
 from fxamp.plan import Plan
+from fxamp.rewrite.attention import LowAttention
 from fxamp.rewrite.lower import LowerOperations
 from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
@@ -20,4 +21,5 @@ def passes_for(captured: Captured, plan: Plan) -> tuple[Pass, ...]:
     return (
         MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name
         LowerOperations(captured, plan),
+        LowAttention(plan),  # behind LowerOperations: the plan counts operands of the captured call
     )
