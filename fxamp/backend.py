@@ -82,7 +82,7 @@ class Amp:
         shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
         normalized = passes.run(normal, rewrite.NORMALIZE, legal.checker(legal.REWRITTEN, gm))
         captured = capture.capture(normal, example_inputs)
-        instances.check(options.policy, (facts.module for facts in captured.everywhere), instances.running_part())
+        instances.check(options.policy, (facts.module for facts in captured.everywhere))
         precision, notes = _precision_on(captured.device, options.precision)
         made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
         if made.note:

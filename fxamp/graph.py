@@ -278,15 +278,16 @@ def insert_saturation(value: fx.Node, dtype: torch.dtype, *, before: fx.Node) ->
     info = torch.finfo(dtype)
     ops = torch.ops.aten
 
-    def put(target: Any, *args: Any) -> fx.Node:
+    def put(name: str, target: Any, *args: Any) -> fx.Node:
         with before.graph.inserting_before(before):
-            node = before.graph.create_node("call_function", target, args)
+            node = before.graph.create_node("call_function", target, args, name=f"{value.name.rstrip('_')}_{name}")
         node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
         node.meta["example_value"] = call_on_fakes(node, [value_of(x) for x in operands(node)])
         return node
 
-    infinite = put(ops.isinf.default, value)
-    return put(ops.where.self, infinite, value, put(ops.clamp.default, value, info.min, info.max))
+    infinite = put("infinite", ops.isinf.default, value)
+    cut = put("cut", ops.clamp.default, value, info.min, info.max)
+    return put("saturated", ops.where.self, infinite, value, cut)
 
 
 def insert_getitem(value: fx.Node, index: int, *, before: fx.Node) -> fx.Node:

@@ -32,11 +32,18 @@ class Part:
 
 
 def running_part() -> Part | None:
-    """The part that is being compiled; None where the outermost module is compiled as a whole, or none is being called."""
+    """The part that is being compiled; None where the outermost module is compiled as a whole, or none is being called.
+
+    In a loop of the user's own, `for block in model.layers: x = block(x)`, the outermost is whatever holds the module among
+    the variables of the functions that are running.
+    """
     modules = _running()
-    if len(modules) < 2 or modules[0] is modules[-1]:
+    if not modules:
         return None
-    outer, inner = modules[0], modules[-1]
+    inner = modules[-1]
+    outer = modules[0] if modules[0] is not inner else _holder(inner)
+    if outer is None:
+        return None
     named = dict(outer.named_modules(remove_duplicate=False))
     path = next((name for name, module in named.items() if module is inner), None)
     if path is None:
@@ -63,16 +70,27 @@ def _running() -> list[nn.Module]:
     return found[::-1]
 
 
-def check(policy: Policy, paths: Iterable[str], part: Part | None) -> None:
+def _holder(inner: nn.Module) -> nn.Module | None:
+    """The largest module that a running function has in a variable and that holds this one; None if there is none."""
+    held: list[nn.Module] = []
+    frame = sys._getframe()
+    while frame is not None:
+        values = [v for v in frame.f_locals.values() if isinstance(v, nn.Module) and not hasattr(v, "_orig_mod")]
+        held += [v for v in values if v is not inner and any(m is inner for m in v.modules())]
+        frame = frame.f_back
+    return max(held, key=lambda v: sum(1 for _ in v.modules()), default=None)
+
+
+def check(policy: Policy, paths: Iterable[str]) -> None:
     """Raises RuleOutOfReach for a rule that names a module by its path in the model, where the graph (whose operations stand
     in modules at `paths`) is that of a part: it would be ignored, or hold for all instances of the part alike."""
+    here = sorted(set(paths))
+    about_modules = [(rule, resolved) for rule in policy.rules if (resolved := policy.resolved(rule)).kind == "module"]
+    unmatched = [(rule, resolved) for rule, resolved in about_modules if not any(resolved.matches("", path) for path in here)]
+    part = running_part() if unmatched else None
     if part is None:
         return
-    here = sorted(set(paths))
-    for rule in policy.rules:
-        resolved = policy.resolved(rule)
-        if resolved.kind != "module" or any(resolved.matches("", path) for path in here):
-            continue
+    for rule, resolved in unmatched:
         meant = [i for i in part.instances if any(resolved.matches("", f"{i}.{path}".rstrip(".")) for path in here)]
         if not meant:
             continue

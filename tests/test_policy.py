@@ -409,6 +409,15 @@ def test_so_does_one_for_another_instance_or_for_all(policy: dict[str, str]):
         per_block(policy, on_error="eager", **({"regions": {"late": "layers.[12]"}} if "region:late" in policy else {}))
 
 
+def test_a_loop_of_the_users_own_is_seen_too():
+    model, amp = Stack(), fxamp.Amp(precision="bf16", lower="eager", policy={"layers.0": "fp32"})
+    for layer in model.layers:
+        layer.compile(backend=amp)
+    first = next(iter(model.layers))
+    with pytest.raises(BackendCompilerFailed, match="means layers.0 of Stack"):
+        first(torch.rand(2, 4))
+
+
 def test_and_one_above_a_graph_break():
     model, amp = Stack(breaks=True), fxamp.Amp(precision="bf16", lower="eager", policy={"layers.1": "fp32"})
     with pytest.raises(BackendCompilerFailed, match="RuleOutOfReach"):
