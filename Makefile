@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(TORCH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types examples readme size bench zoo ci
+.PHONY: help demo test test-all test-ops lint types examples readme size ops bench zoo ci
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(READY)  ## all but slow, deep and GPU-only tests
 
 test-all: $(READY)  ## slow and deep tests too
 	$(PYTHON) -m pytest --slow --deep --durations=20
+
+test-ops: $(READY)  ## PyTorch's whole operator database through fxamp, and the table; writes tests/ops/RESULTS.md
+	$(PYTHON) -m tests.ops --write
 
 lint: $(READY)  ## style
 	$(PYTHON) -m ruff check .
@@ -46,6 +49,9 @@ readme: $(READY)  ## run the snippets of README.md and compare what they print
 
 size: $(READY)  ## files, lines, public names, options, import time
 	$(PYTHON) tools/size.py
+
+ops: $(READY)  ## docs/ops.md from the table of operations
+	$(PYTHON) tools/op_table.py
 
 bench: $(READY)  ## fxamp beside its peers on small models, three minutes; more: python -m bench --help
 	$(PYTHON) -m bench --quick --fresh

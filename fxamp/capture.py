@@ -192,20 +192,20 @@ def name_of(node: fx.Node) -> str | None:
     """
     target = node.target
     if node.op == "call_method":
-        return _canonical(str(target))
+        return canonical(str(target))
     if node.op != "call_function":
         return None
     if isinstance(target, OpOverload):
         namespace, _, name = target._schema.name.partition("::")
-        return _canonical(name) if namespace == "aten" else f"{namespace}::{name}"
+        return canonical(name) if namespace == "aten" else f"{namespace}::{name}"
     if isinstance(target, OpOverloadPacket):  # `torch.ops.mylib.scan`, whose overload the call itself will choose
         namespace, _, name = target._qualified_op_name.partition("::")
-        return _canonical(name) if namespace == "aten" else f"{namespace}::{name}"
+        return canonical(name) if namespace == "aten" else f"{namespace}::{name}"
     if isinstance(target, HigherOrderOperator):
         return f"higher_order::{target.name()}"
     if target in _IN_PLACE_OPERATORS:
-        return _canonical(_IN_PLACE_OPERATORS[target])
-    return _canonical(getattr(target, "__name__", "")) if _belongs_to_torch(target) else None
+        return canonical(_IN_PLACE_OPERATORS[target])
+    return canonical(getattr(target, "__name__", "")) if _belongs_to_torch(target) else None
 
 
 def _belongs_to_torch(target: Any) -> bool:
@@ -215,7 +215,7 @@ def _belongs_to_torch(target: Any) -> bool:
     return module == "torch" or module.startswith("torch.") or module == "_operator"
 
 
-def _canonical(name: str) -> str:
+def canonical(name: str) -> str:
     name = name.removeprefix("special_")
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
@@ -223,9 +223,27 @@ def _canonical(name: str) -> str:
 
 
 def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[str, Facts]]:
-    autocast: list[tuple[str, bool]] = []
-    custom_bwd = _region_of_custom_bwd(nodes) if around.declared else None
     indices = mode_indices(nodes)
+    within = regions(nodes, around.region, _region_of_custom_bwd(nodes) if around.declared else None)
+    for node in nodes:
+        where, code = source_line(node)
+        yield node.name, Facts(
+            op=name_of(node),
+            module=_module_path(node),
+            where=where,
+            code=code,
+            region=within[node],
+            mode_index=indices[node],
+            classes=_classes(node),
+        )
+
+
+def regions(
+    nodes: Iterable[fx.Node], around: Region = "none", custom_bwd: fx.Node | None = None
+) -> dict[fx.Node, Region]:
+    """The autocast region of the user's around each node, in a graph that stands in one itself."""
+    autocast: list[tuple[str, bool]] = []
+    found: dict[fx.Node, Region] = {}
     for node in nodes:
         if _switches_mode(node):
             if node is custom_bwd:
@@ -235,16 +253,8 @@ def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[st
                 autocast.append((str(device_type), bool(enabled)))
             elif node.target is torch.amp.autocast_mode._exit_autocast:
                 autocast.pop()
-        where, code = source_line(node)
-        yield node.name, Facts(
-            op=name_of(node),
-            module=_module_path(node),
-            where=where,
-            code=code,
-            region=_region(node, autocast, around.region),
-            mode_index=indices[node],
-            classes=_classes(node),
-        )
+        found[node] = _region(node, autocast, around)
+    return found
 
 
 def _region_of_custom_bwd(nodes: Sequence[fx.Node]) -> fx.Node | None:

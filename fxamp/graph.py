@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, cast
 
@@ -190,16 +190,28 @@ def call_on_fakes(node: fx.Node, values: Sequence[Any]) -> Any:
 
     Guards that the call would add to symbolic shapes are dropped: the traced call has added them already.
     """
+    with among_fakes([value_of(node), *values]):
+        return call(node, values)
+
+
+def call(node: fx.Node, values: Sequence[Any]) -> Any:
+    """What a Dynamo node gives for these values of its operands, in whatever modes are on."""
     rest = iter(values)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: cast(Any, _Box(next(rest))))
     args, kwargs = _unbox(args), _unbox(kwargs)
-    mode = next(t.fake_mode for t in tensors_of([value_of(node), *values]) if isinstance(t, FakeTensor))
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target), node.target
+    return node.target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def among_fakes(values: Any) -> Generator[None, None, None]:
+    """The fake mode of a value, without gradients, and without new guards on its symbolic sizes."""
+    mode = next(t.fake_mode for t in tensors_of(values) if isinstance(t, FakeTensor))
     quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
     with mode, quiet, torch.no_grad():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target), node.target
-        return node.target(*args, **kwargs)
+        yield
 
 
 # ---- copying ----------------------------------------------------------------------------------------------------------
@@ -305,6 +317,40 @@ def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *
     with before.graph.inserting_before(before):
         made = before.graph.node_copy(node, lambda operand: changed.get(operand, operand))
     made.meta = {**node.meta, "val": value}
+    return made
+
+
+def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """Puts the calls of `body` in place of a Dynamo call, and returns them.
+
+    The placeholders of `body` stand for the operands of `node`, in order; its output has the structure of the result of
+    `node`, which is a tensor, or a tuple that is only ever indexed. Values are computed anew from those of the operands, so
+    views share memory with what they are views of; what shares memory with the result takes over the memory that the result
+    had, which is the one that later nodes share.
+    """
+    stands_for: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands(node), strict=True))
+    made: list[fx.Node] = []
+    for call in [n for n in body.graph.nodes if n.op == "call_function"]:
+        with node.graph.inserting_before(node):
+            copied = node.graph.node_copy(call, stands_for.__getitem__)
+        copied.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in node.meta}
+        values = [value_of(x) for x in operands(copied)]
+        has_tensors = bool(tensors_of(values))
+        copied.meta["example_value"] = call_on_fakes(copied, values) if has_tensors else call.meta["val"]
+        stands_for[call] = copied
+        made.append(copied)
+    result = next(iter(body.graph.find_nodes(op="output"))).args[0]
+    pairs = [(node, result)] if isinstance(result, fx.Node) else [(user, result[user.args[1]]) for user in list(node.users)]
+    for old, new in pairs:
+        new = stands_for[new]
+        had, have = storages(old), storages(new)
+        for sharing in made if had != have and len(had) == 1 else ():
+            if storages(sharing) == have:
+                sharing.meta[MEMORY] = next(iter(had))
+        old.replace_all_uses_with(new)
+        node.graph.erase_node(old)
+    if not isinstance(result, fx.Node):
+        node.graph.erase_node(node)
     return made
 
 

@@ -254,7 +254,7 @@ class _Planner:
             return "names a dtype"
         if facts.op == "einsum" and not _contracts(node):
             return "contracts nothing: it only moves or multiplies values"
-        if facts.op in optable.NO_LOW_KERNEL.get(self.captured.device.type, ()):
+        if not self._has_kernel(facts.op, low):
             return f"has no {formats.name(low)} kernel on {self.captured.device.type}"
         if graph.storages(node) & frozenset(key for x in operands for key in graph.storages(x)) and cls is OpClass.LOW:
             return "is a view here"
@@ -268,6 +268,12 @@ class _Planner:
                 return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
         written = self.captured.pinned.get(node.name) if _is_write(node) else None
         return f"in place: {written}" if written else None
+
+    def _has_kernel(self, op: str | None, low: torch.dtype) -> bool:
+        device, name = self.captured.device, formats.name(low)
+        if op in optable.NO_LOW_KERNEL.get(device.type, ()):
+            return False
+        return op not in optable.NEEDS_NATIVE.get((device.type, name), ()) or formats.native_support(device, name)[0]
 
     def _wanted(
         self, node: fx.Node, op: str | None, cls: OpClass, low: torch.dtype, operands: list[fx.Node]
@@ -379,12 +385,10 @@ class _Planner:
         return any(t.dtype != TRACED for t in self._floats(node))
 
     def _format(self, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]) -> str:
-        names = {
-            formats.name(want or t.dtype)
-            for x, want in zip(operands, wanted, strict=True)
-            for t in self._floats(x)
-            if not (want is None and self._is_scalar(x))
-        }
+        pairs = list(zip(operands, wanted, strict=True))
+        # Among tensors with dimensions, a 0-dim one takes part in whatever format it has.
+        deciding = [(x, want) for x, want in pairs if want is not None or not self._is_scalar(x)] or pairs
+        names = {formats.name(want or t.dtype) for x, want in deciding for t in self._floats(x)}
         return "+".join(sorted(names)) or "-"
 
     def _output(self, node: fx.Node, output_dtype: str) -> torch.dtype | None:

@@ -10,6 +10,7 @@ import torch
 
 from fxamp import optable
 from fxamp.optable import OpClass
+from tools import op_table
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 LISTS = {
@@ -53,6 +54,18 @@ def test_every_name_exists_in_torch():
     homes = (torch.ops.aten, torch, torch.nn.functional, torch.Tensor, torch.special, torch.linalg)
     unknown = {op for op in optable.TABLE if op != "getitem" and not any(hasattr(home, op) for home in homes)}
     assert not unknown
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="docs/ops.md shows the database of torch 2.13")
+def test_the_page_of_operations_is_fresh():
+    assert op_table.PAGE.read_text() == op_table.page(op_table.database()), "run `make ops`"
+
+
+def test_every_operation_of_the_database_was_looked_at():
+    not_in_programs = ("jiterator", "signal.windows", "sparse.mm")  # CUDA source code; Python that makes constants; sparse
+    names = [name for name in op_table.database() if not name.startswith(not_in_programs)]
+    unlisted = {op for op in map(op_table.operation, names) if op not in optable.TABLE and op not in optable.SEEN_INTO}
+    assert not unlisted
 
 
 def test_unlisted_operations_are_kept_as_traced():

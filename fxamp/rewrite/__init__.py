@@ -8,11 +8,15 @@ from fxamp.capture import Captured
 from fxamp.passes import Pass
 from fxamp.plan import Plan
 from fxamp.rewrite.attention import LowAttention
+from fxamp.rewrite.composites import SeeIntoComposites
 from fxamp.rewrite.lower import LowerOperations
 from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
 
-NORMALIZE: Final[tuple[Pass, ...]] = (OutOfPlace(),)
+NORMALIZE: Final[tuple[Pass, ...]] = (
+    SeeIntoComposites(),  # before OutOfPlace, which looks at every operation
+    OutOfPlace(),
+)
 """Passes before the plan is made: the same program, in a form that leaves the plan more freedom."""
 
 
