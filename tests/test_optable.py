@@ -52,7 +52,8 @@ def test_no_operation_has_two_classes():
 
 def test_every_name_exists_in_torch():
     homes = (torch.ops.aten, torch, torch.nn.functional, torch.Tensor, torch.special, torch.linalg)
-    unknown = {op for op in optable.TABLE if op != "getitem" and not any(hasattr(home, op) for home in homes)}
+    rows = {op for op in optable.TABLE if op != "getitem" and not op.startswith("higher_order::")}
+    unknown = {op for op in rows if not any(hasattr(home, op) for home in homes)}
     assert not unknown
 
 

@@ -38,6 +38,9 @@ MARGIN: Final = 8.0
 """Times the error of the format. Another order of summation alone makes a factor of a few."""
 UNINITIALISED: Final = ("empty", "new_empty")
 """Beginnings of the names of operations whose results hold whatever the memory held: only dtype and shape are compared."""
+ILL_POSED: Final = ("linalg.pinv",)
+"""Beginnings of the names of operations of which some samples have no stable result: the pseudo-inverse of a product of exact low
+rank, whose rounded value has full rank. Autocast raises there. Only dtype and shape are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +252,7 @@ def _judge(program: Program, tallies: dict[str, _Tally]) -> str:
                     return "fails without fxamp"
                 tally.faults.append(_told(error))
                 continue
-            if not switch.num_graphs:
+            if not any(map(len, _split(switch.decisions(precision)))):
                 return "not captured"
             want.compare(got, switch.decisions(precision), formats.STORAGE[precision], tally)
     return "ok"
@@ -308,7 +311,7 @@ class _Reference:
                     f"result {i} is {mine.dtype}{list(mine.shape)}, eager's {theirs.dtype}{list(theirs.shape)}"
                 )
                 return
-        if self.program.name.startswith(UNINITIALISED):
+        if self.program.name.startswith((*UNINITIALISED, *ILL_POSED)):
             return
         for name, half, part in zip(("alone", "fed"), _split(decisions), _halves(got), strict=True):
             is_low = any(d.computes not in ("-", "fp32") for d in half)
@@ -378,7 +381,7 @@ class _Yardstick:
                 if not torch.equal(value, plain):
                     told.append(f"{kind}[{i}] ({value.dtype}) is not eager's")
                 continue
-            allowed = eps * _norm(truth)
+            allowed = eps * _norm(truth) + formats.smallest(at_least or self.dtype) * math.sqrt(truth.numel())
             if kernel is not None and shifted is not None:
                 allowed += _distance(kernel, shifted) + _distance(shifted, truth)
             part = _distance(value, truth) / (MARGIN * allowed + 1e-30)
@@ -389,7 +392,7 @@ class _Yardstick:
             else:
                 told.append(f"{kind}[{i}] is finite elsewhere than eager's")
             if not part <= 1:
-                told.append(f"{kind}[{i}] has {part:.3g} times the allowed error ({self.dtype})")
+                told.append(f"{kind}[{i}] has {part:.3g} times the allowed error ({formats.name(at_least or self.dtype)})")
             worst = max(worst, part)
         return worst, told
 
