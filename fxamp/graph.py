@@ -328,6 +328,7 @@ def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     views share memory with what they are views of; what shares memory with the result takes over the memory that the result
     had, which is the one that later nodes share.
     """
+    body.graph.eliminate_dead_code()
     stands_for: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands(node), strict=True))
     made: list[fx.Node] = []
     for call in [n for n in body.graph.nodes if n.op == "call_function"]:

@@ -104,6 +104,4 @@ def _trace(node: fx.Node, values: list[Any]) -> fx.GraphModule:
 
     with graph.among_fakes(values):
         trace = make_fx(lambda *inputs: graph.call(node, inputs), decomposition_table=dict(_DECOMPOSED), pre_dispatch=True)
-        body = trace(*values)
-    body.graph.eliminate_dead_code()
-    return body
+        return trace(*values)

@@ -38,9 +38,9 @@ MARGIN: Final = 8.0
 """Times the error of the format. Another order of summation alone makes a factor of a few."""
 UNINITIALISED: Final = ("empty", "new_empty")
 """Beginnings of the names of operations whose results hold whatever the memory held: only dtype and shape are compared."""
-ILL_POSED: Final = ("linalg.pinv",)
-"""Beginnings of the names of operations of which some samples have no stable result: the pseudo-inverse of a product of exact low
-rank, whose rounded value has full rank. Autocast raises there. Only dtype and shape are compared."""
+ILL_POSED: Final = ("linalg_pinv_singular",)
+"""Operations without a stable result: the pseudo-inverse of a product of exact low rank, which has full rank once rounded.
+Autocast raises there. Only dtype and shape are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ class Program:
     def of(info: OpInfo, sample: SampleInput) -> Program:
         leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, leaf in enumerate(leaves) if _is_plain_float(leaf)]
-        return Program(info.name, info.op, leaves, spec, tuple(places), tuple(leaves[i].requires_grad for i in places))
+        trained = tuple(leaves[i].requires_grad for i in places)
+        return Program(info.formatted_name, info.op, leaves, spec, tuple(places), trained)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -162,11 +163,9 @@ class Switch:
         self.amps = {p: fxamp.Amp(precision=p, lower="aot_eager", scaling=None) for p in precisions}
         self.chosen = ""
         self.failed: dict[str, str] = {}
-        self.num_graphs = 0
 
     def __call__(self, gm: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         compiled: dict[str, Callable[..., Any]] = {}
-        self.num_graphs += 1
         for precision, amp in self.amps.items():
             try:
                 compiled[precision] = amp(gm, examples)
