@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from fxamp import capture, errors, formats, graph, guards, optable
+from fxamp import capture, errors, formats, graph, guards, optable, registered
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy
@@ -170,8 +170,13 @@ class _Planner:
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
         facts = self.captured.facts[node.name]
-        cls, precision, why, _ = self.policy.decide(facts.op, facts.module, facts.classes)
+        cls, precision, why, rule = self.policy.decide(facts.op, facts.module, facts.classes)
         low = self.low if precision is None else formats.STORAGE[precision]
+        if rule is None and cls is OpClass.KEEP and self.low != TRACED and not self.note:
+            declared = registered.cast_inputs(node, self.captured.device, self.low)
+            if declared is not None:
+                cls, low = (OpClass.HIGH if declared == TRACED else OpClass.LOW), declared
+                why = f"register_autocast: {formats.name(declared)}"
         operands = list(graph.operands(node))
         if facts.op in optable.METADATA:
             return self._keep(node, facts, "reads the shape alone", casts=False)

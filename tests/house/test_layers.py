@@ -28,6 +28,7 @@ LEVELS = MappingProxyType(
         "guards": 3,
         "instances": 3,
         "capture": 3,
+        "registered": 3,
         "legal": 3,
         "plan": 4,
         "passes": 4,
