@@ -84,14 +84,17 @@ class Amp:
         captured = capture.capture(normal, example_inputs)
         instances.check(options.policy, (facts.module for facts in captured.everywhere))
         precision, notes = _precision_on(captured.device, options.precision)
-        made = plan.plan(captured, options.policy, variant=precision, output_dtype=options.output_dtype)
+        made = plan.plan(
+            captured, options.policy, variant=precision, output_dtype=options.output_dtype, relaxed=options.relaxed
+        )
         if made.note:
             self._note(made.note)
             notes += (made.note,)
 
         rewritten = graph.clone(captured.gm)
         check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=options.output_dtype == "traced")
-        changes = passes.run(rewritten, rewrite.passes_for(captured, made), check)
+        steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed)
+        changes = passes.run(rewritten, steps, check)
 
         replay = cuda_graphs.decide(
             options.cuda_graphs,
@@ -195,7 +198,7 @@ def _lower(
     replay: CudaGraphs,
     keeps_roundings: bool,
 ) -> tuple[Compiled, JointRecord]:
-    from fxamp import lower  # Inductor takes a second to import; only compiling needs it
+    from fxamp import joint, lower  # Inductor takes a second to import; only compiling needs it
 
     settings = lower.Settings(
         lower=options.lower,
@@ -204,6 +207,7 @@ def _lower(
         require_cuda_graphs=options.cuda_graphs == "require",
         keeps_roundings=keeps_roundings,
         tf32=made.variant == "tf32",
+        relaxed=joint.relaxed(options.relaxed, made.low),
     )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run

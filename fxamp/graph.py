@@ -29,6 +29,9 @@ MARK: Final = "fxamp"
 ROUNDS: Final = "fxamp_rounds"
 """Key under `node.meta["custom"]` of a cast that the user wrote, whose rounding is part of the program."""
 
+FOLLOWS: Final = "fxamp_follows"
+"""Key under `node.meta["custom"]` of an operation that the policy lets run in the format of its operands."""
+
 MEMORY: Final = "fxamp_memory"
 """Key under `node.meta` of the memory that a value lies in since a pass moved it; its fake tensor tells the old story."""
 
@@ -132,6 +135,11 @@ def is_users_narrowing(node: fx.Node) -> bool:
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
     both_float = source.is_floating_point() and result.is_floating_point()
     return both_float and not formats.is_lossless(source.dtype, result.dtype)
+
+
+def follows(node: fx.Node) -> bool:
+    """Is it, in the joint graph, part of an operation that follows the format of its operands, or of the gradient of one?"""
+    return bool((node.meta.get("custom") or {}).get(FOLLOWS))
 
 
 def storages(node: fx.Node) -> frozenset[Hashable]:

@@ -39,6 +39,8 @@ class Settings:
     """Is Inductor to round where the program rounds?"""
     tf32: bool
     """Do fp32 matrix products and convolutions run as TF32, in this graph alone?"""
+    relaxed: tuple[Pass, ...] = ()
+    """Passes that change numerics and were asked for."""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -93,7 +95,7 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
     """fxamp's passes, each checked; what they did goes into `record`."""
     if not settings.joint_passes:
         return ()
-    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *joint.EXACT)
+    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *settings.relaxed, *joint.EXACT)
     checks: list[Callable[[fx.GraphModule], None]] = []
 
     def begin(gm: fx.GraphModule) -> None:

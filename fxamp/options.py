@@ -12,6 +12,9 @@ from fxamp.policy import Policy
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Inductor's modes, as torch.compile documents them."""
 
+RELAXED: Final = ("min_cut", "low_residual")
+"""Names of what changes numerics beyond the policy, and is asked for by name."""
+
 LOWERINGS: Final = ("inductor", "aot_eager", "eager")
 CUDA_GRAPHS: Final = ("auto", True, False, "require")
 
@@ -44,7 +47,8 @@ class Options:
     on_overflow: str = "skip"
     """What an overflowed step does: "skip" or "retry". Only "skip" yet."""
     relaxed: tuple[str, ...] = ()
-    """Names of RELAXED passes, which change numerics. None exists yet."""
+    """Names of RELAXED passes, which change numerics; docs/relaxed.md has the error that each adds. "min_cut": operations that
+    follow their operands run in the formats that move the fewest bytes. "low_residual": x + f(x) is low if f(x) is."""
     numerics: Literal["eager", "fast"] = "eager"
     """"eager" keeps the roundings of the user's own casts, which Inductor alone drops; "fast" gives that up."""
     output_dtype: Literal["traced", "low"] = "traced"
@@ -68,7 +72,7 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.of(self.policy).with_regions(self.regions or {}))
         self.policy.check_regions()
-        object.__setattr__(self, "relaxed", tuple(self.relaxed))
+        object.__setattr__(self, "relaxed", (self.relaxed,) if isinstance(self.relaxed, str) else tuple(self.relaxed))
         _check_choices(self)
         _check_landed(self)
 
@@ -112,6 +116,14 @@ def _check_choices(options: Options) -> None:
         value = getattr(options, name)
         if not any(value is x or (isinstance(value, str) and value == x) for x in allowed):
             raise errors.unknown(name, value, [repr(x) if x is None else str(x) for x in allowed])
+    for name in options.relaxed:
+        if name not in RELAXED:
+            raise errors.unknown("relaxed pass", name, RELAXED)
+    if "min_cut" in options.relaxed and options.lower == "eager":
+        raise errors.InvalidOption(
+            "relaxed='min_cut' works on the joint graph, and lower='eager' has none",
+            way_out="Leave min_cut out, or use lower='inductor' or 'aot_eager'",
+        )
     if options.ladder is not None and options.precision != "auto":
         raise errors.InvalidOption(
             f"both precision={options.precision!r} and ladder={options.ladder!r} are given",
@@ -145,7 +157,6 @@ def _check_landed(options: Options) -> None:
         "ladder": (None, "Give one precision"),
         "scheduler": (None, "Give one precision"),
         "on_overflow": ("skip", "Leave it out"),
-        "relaxed": ((), "Leave it out: every pass there is keeps the numerics"),
         "stats": (None, "Leave it out"),
         "process_group": (None, "Leave it out"),
     }

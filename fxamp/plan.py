@@ -89,26 +89,36 @@ class Plan:
         return tuple(sorted({name for d in self.everywhere for name in d.computes.split("+")} - {"-"}))
 
 
-def plan(captured: Captured, policy: Policy, *, variant: str, output_dtype: Literal["traced", "low"] = "traced") -> Plan:
+def plan(
+    captured: Captured,
+    policy: Policy,
+    *,
+    variant: str,
+    output_dtype: Literal["traced", "low"] = "traced",
+    relaxed: tuple[str, ...] = (),
+) -> Plan:
     """Decides the format of every value of a graph for one precision.
 
-    Args: variant is a key of `formats.STORAGE`; output_dtype="low" lets outputs leave as they are computed.
+    Args: variant is a key of `formats.STORAGE`; output_dtype="low" lets outputs leave as they are computed; of `relaxed`,
+    "low_residual" is decided here, before autograd, so that the gradient of a low residual stream is low too.
     """
     if captured.ambient is not None:
         note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
-        return _plan(captured, Policy(), variant, output_dtype, note)
-    return _plan(captured, policy, variant, output_dtype, "")
+        return _plan(captured, Policy(), variant, output_dtype, note, ())
+    return _plan(captured, policy, variant, output_dtype, "", relaxed)
 
 
-def _plan(captured: Captured, policy: Policy, variant: str, output_dtype: str, note: str) -> Plan:
+def _plan(
+    captured: Captured, policy: Policy, variant: str, output_dtype: str, note: str, relaxed: tuple[str, ...]
+) -> Plan:
     """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
     low = torch.float32 if note else formats.STORAGE[variant]
     bodies = {
         # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
-        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "")
+        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "", relaxed)
         for path, body in captured.bodies.items()
     }
-    made = _Planner(captured, policy, low, note).plan(variant, output_dtype)
+    made = _Planner(captured, policy, low, note, relaxed).plan(variant, output_dtype)
     return replace(made, bodies=MappingProxyType(bodies))
 
 
@@ -129,8 +139,11 @@ def _barrier(captured: Captured, policy: Policy, path: str) -> str | None:
 class _Planner:
     """The walk. `current` is what each node hands on, in the formats decided so far."""
 
-    def __init__(self, captured: Captured, policy: Policy, low: torch.dtype, note: str) -> None:
-        self.captured, self.policy, self.low, self.note = captured, policy, low, note
+    def __init__(
+        self, captured: Captured, policy: Policy, low: torch.dtype, note: str, relaxed: tuple[str, ...]
+    ) -> None:
+        self.captured, self.policy, self.low, self.note, self.relaxed = captured, policy, low, note, relaxed
+        self.position = {node: i for i, node in enumerate(captured.gm.graph.nodes)}
         self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
         self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
         self.current: dict[fx.Node, Any] = {}
@@ -300,6 +313,8 @@ class _Planner:
         if len(dtypes) == 2 and all(self._exists_in(x, narrow) for x in deciding if self._has(x, TRACED)):
             dtypes = {narrow}  # a mask of zeros and ones loses nothing, and widens nobody
         follow = next(iter(dtypes)) if len(dtypes) == 1 else TRACED
+        if "low_residual" in self.relaxed and op == "add" and dtypes <= {low, TRACED} and self._is_residual(deciding):
+            follow = low
         back = [TRACED if self._lowered(x) else None for x in operands]
         return tuple(
             follow if x in deciding and i < limit else (None if self._is_scalar(x) else back[i])
@@ -388,6 +403,18 @@ class _Planner:
 
     def _lowered(self, node: fx.Node) -> bool:
         return any(t.dtype != TRACED for t in self._floats(node))
+
+    def _is_residual(self, operands: list[fx.Node]) -> bool:
+        """Is it x + f(x), where x is wide and f(x) low? Both have one shape, which a bias or a mask has not, and x was there
+        first, which in x + c * x**3 is the low one."""
+        if len(operands) != 2 or len({graph.value_of(x).shape for x in operands}) > 1:
+            return False
+        wide, low = sorted(operands, key=self._is_low_inside)
+        return self.position[wide] < self.position[low] and self._is_low_inside(low)
+
+    def _is_low_inside(self, node: fx.Node) -> bool:
+        """Is it low, or what dropout (which draws in fp32) made of a low value?"""
+        return self._lowered(node.all_input_nodes[0] if self.ops[node] == "dropout" else node)
 
     def _format(self, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]) -> str:
         pairs = list(zip(operands, wanted, strict=True))

@@ -67,7 +67,7 @@ def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exce
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("name", ["ladder", "scheduler", "relaxed", "process_group"])
+@pytest.mark.parametrize("name", ["ladder", "scheduler", "process_group"])
 def test_what_has_not_landed_raises(name: str):
     with pytest.raises(errors.NotYet, match=name):
         fxamp.Amp(**{name: ("something",)})

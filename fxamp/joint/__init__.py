@@ -6,10 +6,15 @@ that it stands in, never to an argument.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
+
+import torch
 
 from fxamp import _patches
 from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
+from fxamp.joint.min_cut import MinCut
 from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
 from fxamp.passes import Pass
@@ -35,4 +40,10 @@ EXACT: Final[tuple[Pass, ...]] = (
     AbsorbWidenings(),  # last: what widens by itself is no cast any more, and nothing could cancel or share it
 )
 
-RELAXED: Final[tuple[Pass, ...]] = ()
+def relaxed(names: tuple[str, ...], low: torch.dtype) -> tuple[Pass, ...]:
+    """The RELAXED passes on the joint graph among the names that were asked for. They run before EXACT ones, which tidy up."""
+    return tuple(make(low) for name, make in RELAXED.items() if name in names)
+
+
+RELAXED: Final[Mapping[str, Callable[[torch.dtype], Pass]]] = MappingProxyType({"min_cut": MinCut})
+"""Name -> the pass, for the low format of the variant."""
