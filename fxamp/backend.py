@@ -21,7 +21,7 @@ from fxamp.explain.report import Report
 from fxamp.joint.record import JointRecord
 from fxamp.options import Options
 from fxamp.plan import Plan
-from fxamp.run import cuda_graphs
+from fxamp.run import cuda_graphs, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
 
 Compiled = Callable[..., Any]
@@ -48,6 +48,7 @@ class Amp:
         self._graphs: list[GraphRecord] = []
         self._notes: list[str] = []
         self._num_fallbacks = 0
+        transforms.refuse_around(self)
         self._warned_of_idle_rules = False
 
     def __repr__(self) -> str:
@@ -67,6 +68,7 @@ class Amp:
             raise errors.InvalidOption(
                 f"options={dict(options)!r} were given to torch.compile beside an Amp", way_out="Give them to fxamp.Amp(...)"
             )
+        transforms.refuse_around(self)
         chosen = self.options if mode is None else dataclasses.replace(self.options, mode=mode)
         untouched = graph.clone(gm) if chosen.on_error == "eager" else None
         try:
@@ -211,7 +213,7 @@ def _lower(
     )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
-    return run, program.record
+    return transforms.guarded(run), program.record
 
 
 def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,7 +69,7 @@ class Captured:
     narrows: bool
     """Does the user's own program hold floats narrower than fp32?"""
     ambient: str | None
-    """The autocast around the whole call, as "cpu: bfloat16", if there is one."""
+    """The autocast around the whole call, as "cpu: bfloat16", or "enabled=False", if there is one."""
     trains: bool
     device: torch.device
     """Where the graph computes: the first accelerator among its inputs, else the CPU."""
@@ -480,4 +481,24 @@ def _ambient_autocast(device: torch.device) -> str | None:
     for kind in dict.fromkeys((device.type, "cpu")):
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return f"{kind}: {torch.get_autocast_dtype(kind)}".replace("torch.", "")
-    return None
+    elsewhere = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    return "enabled=False" if _autocast_depth() > 0 and not elsewhere and not _recomputes() else None
+
+
+def _autocast_depth() -> int:
+    """How many autocast contexts the running code stands in. One that is off leaves no other trace, where a graph break or a
+    function compiled by itself puts it around a graph."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _recomputes() -> bool:
+    """Is an uncompiled checkpoint running its forward again? It restores autocast's state with contexts of its own."""
+    frame = sys._getframe()
+    while frame is not None:
+        in_checkpoint = frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        if in_checkpoint and frame.f_code.co_name in ("recompute_fn", "backward"):
+            return True
+        frame = frame.f_back
+    return False

@@ -52,6 +52,14 @@ class CudaGraphsUnavailable(FxampError, RuntimeError):
     """`cuda_graphs="require"`, and a graph cannot be captured."""
 
 
+class TransformAround(FxampError, RuntimeError):
+    """A `torch.func` transform was applied to a compiled function, which PyTorch would run eagerly."""
+
+
+class SecondOrder(FxampError, RuntimeError):
+    """A compiled graph was differentiated twice, or in forward mode, which AOTAutograd cannot do."""
+
+
 class NeedsCaptured(FxampError, LookupError):
     """Something about a graph was asked for that is not on record (nothing compiled yet, or no such stage)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import pytest
@@ -348,10 +349,10 @@ def test_forward_and_backward_of_a_function_are_rewritten_together_or_not_at_all
 
 
 def test_a_declaration_is_found_by_its_line():
-    forward = DeclaredProduct.forward.__wrapped__.__code__
+    forward = inspect.unwrap(DeclaredProduct.forward).__code__
     frames = [("elsewhere.py", 1), (forward.co_filename, forward.co_firstlineno + 2)]
     assert custom_function.declared_at(frames) == custom_function.Declared(None)
-    high = HighProduct.forward.__wrapped__.__code__
+    high = inspect.unwrap(HighProduct.forward).__code__
     assert custom_function.declared_at([(high.co_filename, high.co_firstlineno)]) == custom_function.Declared(torch.float32)
     plain = Product.forward.__code__
     assert custom_function.declared_at([(plain.co_filename, plain.co_firstlineno)]) is None

@@ -1,0 +1,139 @@
+"""Transforms of derivatives around a compiled graph, which PyTorch runs eagerly, wrongly or not at all: typed errors instead.
+
+- `torch.func.grad(compiled)` and its like never call the backend: Dynamo gives up inside a functorch level, runs the function
+  as it is, and from then on skips it outside of transforms too. Only a start callback of Dynamo's sees the attempt.
+- Forward-mode AD (`torch.autograd.forward_ad`) through a compiled graph loses the tangents.
+- Second derivatives (`create_graph=True`) reach a node of AOTAutograd's that raises without a way out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from fxamp import errors
+
+
+def is_active() -> bool:
+    """Does the code that runs now stand inside a `torch.func` transform?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_around(backend: object) -> None:
+    """From now on, a function that was compiled with `backend` raises TransformAround inside a `torch.func` transform.
+
+    May be called again: `torch._dynamo.reset()` forgets it. Lasts as long as `backend` does.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    if any(isinstance(c, _Refusal) and c.backend() is backend for c in callback_handler.start_callbacks):
+        return
+    refusal = _Refusal(backend)
+    callback_handler.register_start_callback(refusal)
+    weakref.finalize(backend, _forget, refusal)
+
+
+def _forget(refusal: _Refusal) -> None:
+    callbacks = sys.modules["torch._dynamo.callback"].callback_handler.start_callbacks
+    if refusal in callbacks:
+        callbacks.remove(refusal)
+
+
+class _Refusal:
+    """A start callback of Dynamo's, for one backend."""
+
+    def __init__(self, backend: object) -> None:
+        self.backend = weakref.ref(backend)
+
+    def __call__(self, _: object) -> None:
+        backend = self.backend()
+        if backend is None or not is_active() or not any(b is backend for b in _compiling()):
+            return
+        raise errors.TransformAround(
+            "torch.func transforms (grad, vmap, jvp, vjp, hessian, ...) around a compiled function are not compiled: PyTorch "
+            "would run it eagerly, in the precision it was written in, now and in every later call",
+            way_out="Compile the transform: torch.compile(lambda x: torch.func.grad(f)(x), backend=...) with the plain f inside",
+        )
+
+
+def _compiling() -> Iterator[object]:
+    """The backends of the compilations that are on the stack, as their users gave them."""
+    frame = sys._getframe()
+    while frame is not None:
+        backend = frame.f_locals.get("compiler_fn")
+        while backend is not None:
+            yield backend
+            inner = getattr(backend, "_torchdynamo_orig_backend", None)  # around every backend
+            backend = inner if inner is not None else getattr(backend, "compiler_fn", None)  # torch.compile's own
+        frame = frame.f_back
+
+
+def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that raises SecondOrder where it would be differentiated twice, or in forward mode."""
+
+    def call(*args: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in args):
+            raise errors.SecondOrder(
+                "forward-mode AD goes through a compiled graph, which drops the tangents",
+                way_out="Leave the function uncompiled, or compile torch.func.jvp of it as a whole",
+            )
+        outputs = run(*args)
+        if torch.is_grad_enabled():
+            _watch(outputs)
+        return outputs
+
+    return call
+
+
+def _has_tangent(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
+def _watch(outputs: Any) -> None:
+    """Puts a hook on the backward of a compiled graph. It is one node of autograd's, whatever the number of outputs."""
+    for output in tree_leaves(outputs):
+        node = output.grad_fn if isinstance(output, torch.Tensor) else None
+        if node is not None and node.name() == "CompiledFunctionBackward":
+            node.register_hook(functools.partial(_after_backward, weakref.ref(node)))  # a node that held itself would leak
+            return
+
+
+def _after_backward(node: weakref.ref[Node], grad_inputs: tuple[torch.Tensor | None, ...], _: object) -> None:
+    """With create_graph=True, gradients have a history, which begins with the node that cannot be differentiated.
+
+    Where what was saved for the backward are intermediates alone, that history leads nowhere: second derivatives would come
+    out as zeros (`torch.autograd.functional.hessian`), so there the error comes at once.
+    """
+    first = next((g.grad_fn for g in grad_inputs if g is not None and g.grad_fn is not None), None)
+    forward = node()
+    if not torch.is_grad_enabled() or first is None or forward is None:
+        return
+    wanted = {source for source, _ in forward.next_functions if source is not None}
+    if not wanted & _reachable(first):
+        _refuse_second_order(None)
+    first.register_prehook(_refuse_second_order)
+
+
+def _reachable(node: Node) -> set[Node]:
+    seen, queue = {node}, [node]
+    while queue:
+        new = {source for source, _ in queue.pop().next_functions if source is not None} - seen
+        seen |= new
+        queue += new
+    return seen
+
+
+def _refuse_second_order(_: object) -> None:
+    raise errors.SecondOrder(
+        "a gradient of a compiled graph is differentiated again (create_graph=True), which AOTAutograd cannot do",
+        way_out="Leave the part of the model that needs second derivatives uncompiled, or compile a function that takes the "
+        "first gradient inside, by torch.func.grad or torch.autograd.grad",
+    )
