@@ -141,14 +141,12 @@ def break_in_a_region(x):
     with off():
         y = product(x)
         torch._dynamo.graph_break()
-        y = product(y)
-    return y
+        return product(y)
 
 
 def break_in_a_function_that_a_region_calls(x):
     with off():
-        y = breaks(x)
-    return y
+        return breaks(x) * 2
 
 
 @pytest.mark.filterwarnings("ignore:ambient autocast")
@@ -176,9 +174,10 @@ def test_a_graph_behind_a_region_is_lowered():
 
 def test_autocast_that_is_off_around_the_call_is_said_once():
     amp = fxamp.Amp(precision="bf16", lower="eager")
-    with pytest.warns(fxamp.FxampWarning, match=r"ambient autocast \(enabled=False\)") as caught, off():
-        torch.compile(product, backend=amp)(x8)
-        torch.compile(lambda x: product(x).relu(), backend=amp)(x8)
+    first, second = torch.compile(product, backend=amp), torch.compile(lambda x: product(x).relu(), backend=amp)
+    call = torch.autocast("cpu", enabled=False)(lambda: (first(x8), second(x8)))
+    with pytest.warns(fxamp.FxampWarning, match=r"ambient autocast \(enabled=False\)") as caught:
+        call()
     assert len([c for c in caught if "ambient" in str(c.message)]) == 1
     assert amp.report().num_low_ops == 0
     assert torch.autocast_increment_nesting() == 1  # asking left no trace

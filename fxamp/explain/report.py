@@ -75,7 +75,8 @@ class Report:
         if not self.graphs:
             console.print(
                 "No graph was compiled yet. If the model has been called: Dynamo found nothing to capture in it "
-                "(a bare functional layer compiled by itself, or a graph break before the first operation)."
+                "(a bare functional layer compiled by itself, or a graph break before the first operation), or a torch.func "
+                "transform was applied around it, which PyTorch runs eagerly: compile the transform instead."
             )
         else:
             console.print(_graph_table(self.graphs))

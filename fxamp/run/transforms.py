@@ -24,7 +24,7 @@ from fxamp import errors
 
 def is_active() -> bool:
     """Does the code that runs now stand inside a `torch.func` transform?"""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def refuse_around(backend: object) -> None:
@@ -60,7 +60,7 @@ class _Refusal:
         raise errors.TransformAround(
             "torch.func transforms (grad, vmap, jvp, vjp, hessian, ...) around a compiled function are not compiled: PyTorch "
             "would run it eagerly, in the precision it was written in, now and in every later call",
-            way_out="Compile the transform: torch.compile(lambda x: torch.func.grad(f)(x), backend=...) with the plain f inside",
+            way_out="Compile the transform: torch.compile(lambda x: torch.func.grad(f)(x), backend=...), f being plain",
         )
 
 
