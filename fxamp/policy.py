@@ -50,7 +50,7 @@ def _of(*classes: OpClass) -> frozenset[str]:
     return frozenset(op for op, (cls, _) in optable.TABLE.items() if cls in classes)
 
 
-_MOVING: Final = frozenset((*optable.MOVEMENT.split(), *optable.BUILTIN_PROMOTION.split()))
+_MOVING: Final = frozenset((*optable.MOVEMENT.split(), *optable.EXACT.split(), *optable.BUILTIN_PROMOTION.split()))
 _COMPUTING: Final = _of(OpClass.FOLLOW, OpClass.WIDEST) - _MOVING
 _PROMOTING: Final = frozenset(optable.BUILTIN_PROMOTION.split())
 _PRODUCTS: Final = frozenset(optable.PRODUCTS.split())

@@ -211,7 +211,8 @@ CLASSES = {
     "batch_norm": ("follow", "high",      "high",      "low"),
     "where":     ("follow", "follow",     "follow",    "low"),
     "reshape":   ("follow", "follow",     "follow",    "follow"),
-    "amax":      ("keep",   "keep",       "keep",      "keep"),
+    "amax":      ("follow", "follow",     "follow",    "follow"),
+    "svd":       ("keep",   "keep",       "keep",      "keep"),
     "mylib::op": ("keep",   "keep",       "keep",      "keep"),
 }  # fmt: skip
 
@@ -349,9 +350,9 @@ def test_rules_that_did_nothing_are_reported_and_warned_of_once():
         "can never win: op:line*=fp32, behind it, matches all that it does",
         "",
     ]
-    other = fxamp.Amp(precision="bf16", policy={"mean": "low"}, lower="eager")
-    torch.compile(lambda x: x.mean(), backend=other)(torch.rand(2))
-    with pytest.warns(fxamp.FxampWarning, match="There is an operation of that name: write 'op:mean'"):
+    other = fxamp.Amp(precision="bf16", policy={"vander": "low"}, lower="eager")
+    torch.compile(lambda x: torch.vander(x), backend=other)(torch.rand(2))
+    with pytest.warns(fxamp.FxampWarning, match="There is an operation of that name: write 'op:vander'"):
         other.report()
     assert str(amp.report()).count("matched nothing") == 3  # pytest would make an error of a second warning
 
