@@ -64,6 +64,16 @@ class NeedsCaptured(FxampError, LookupError):
     """Something about a graph was asked for that is not on record (nothing compiled yet, or no such stage)."""
 
 
+class InvariantBroken(FxampError, AssertionError):
+    """A graph, or a run of it, breaks what `fxamp.testing` checks. A bug of fxamp, or of the pass under test."""
+
+    def __init__(self, what: str, *, invariant: str, node: str, where: str | None) -> None:
+        self.invariant, self.node = invariant, node
+        subject = f"{invariant}: {f'{node}: ' if node else ''}{what}"
+        way_out = "Please report this, with the program, unless the policy or pass is yours"
+        super().__init__(subject, where=where, way_out=way_out)
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownOption:
     """The error for a name that is not among `known`; suggests the nearest one."""
     names = list(known)

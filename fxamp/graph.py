@@ -448,3 +448,21 @@ def with_history_of(traced: Any, value: Any) -> Any:
         if old.requires_grad and not new.requires_grad:
             new.requires_grad_()
     return value
+
+
+# ---- building -----------------------------------------------------------------------------------------------------------
+def record_input(built: fx.Graph, name: str, value: Any, *, source: str) -> fx.Node:
+    """Appends an input to a graph under construction. `source` is where Dynamo would say it comes from."""
+    node = built.placeholder(name)
+    node._dynamo_source = source  # pyright: ignore[reportAttributeAccessIssue]
+    node.meta["example_value"] = value
+    return node
+
+
+def record_call(
+    built: fx.Graph, target: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], *, stack_trace: str
+) -> fx.Node:
+    """Appends a call (of a method, where `target` is its name) to a graph under construction; `set_value` says what it is."""
+    node = built.create_node("call_method" if isinstance(target, str) else "call_function", target, args, kwargs)
+    node.meta["stack_trace"] = stack_trace
+    return node

@@ -87,7 +87,8 @@ class _Editor:
             return value
         switched = any(d.facts.mode_index != decision.facts.mode_index for d in self.plan.decisions.values())
         place = graph.after(value) if switched else output
-        return self._cast(value, dtype, place, -1, "an output keeps its traced dtype", decision.facts.where)
+        why = "an output keeps its traced dtype"
+        return self._cast(value, dtype, place, decision.facts.mode_index, why, decision.facts.where)
 
     def _cast(
         self,

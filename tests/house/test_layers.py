@@ -38,7 +38,7 @@ LEVELS = MappingProxyType(
         "lower": 6,
         "run": 7,
         "backend": 8,
-        "testing": 8,
+        "testing": 9,
         "__init__": 9,
         "__main__": 10,
         "demo": 9,
