@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(TORCH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ops lint types examples readme size ops bench zoo ci
+.PHONY: help demo test test-all test-ops test-deep mutants lint types examples readme size ops bench zoo ci
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,12 @@ test-all: $(READY)  ## slow and deep tests too
 
 test-ops: $(READY)  ## PyTorch's whole operator database through fxamp, and the table; writes tests/ops/RESULTS.md
 	$(PYTHON) -m tests.ops --write
+
+test-deep: $(READY)  ## 20,000 random programs, half an hour; what is found is tried first the next time
+	$(PYTHON) -m pytest --deep tests/testing/test_random_programs.py --durations=10
+
+mutants: $(READY)  ## take out one rule at a time: do the tests notice? writes docs/mutants.md
+	$(PYTHON) tools/mutants.py --write docs/mutants.md
 
 lint: $(READY)  ## style
 	$(PYTHON) -m ruff check .

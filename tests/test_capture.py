@@ -127,6 +127,46 @@ def test_whoever_writes_is_seen(write):
         assert "sin" not in pinned_ops(fn, torch.rand(2, 2))
 
 
+def written_operands(fn, *inputs) -> list[list[str]]:
+    """For each node that writes: the operations that made what it writes, or the inputs."""
+    captured = captured_of(fn, *inputs)
+    found = [capture.writes(node) for node in captured.gm.graph.nodes]
+    return [[captured.facts[x.name].op or captured.roles.get(x.name, "") for x in written] for written in found if written]
+
+
+@pytest.mark.parametrize(
+    ("write", "want"),
+    [
+        (lambda y, z: y.add_(z), ["exp"]), (lambda y, z: torch.relu_(y), ["exp"]),
+        (lambda y, z: F.relu(y, inplace=True), ["exp"]), (lambda y, z: F.relu(y, True), ["exp"]), (lambda y, z: operator.iadd(y, z), ["exp"]),
+        (lambda y, z: y.__setitem__(0, z[0]), ["exp"]), (lambda y, z: torch.mul(z, 2, out=y), ["exp"]),
+        (lambda y, z: torch.ops.aten.add_.Tensor(y, z), ["exp"]),
+        (lambda y, z: torch._foreach_add_([y, z], 1), ["exp", "sin"]),
+        (lambda y, z: torch.ops.aten.add.out(z, z, out=y), ["exp"]),
+        (lambda y, z: F.batch_norm(z, y[0], y[1], None, None, True), ["getitem", "getitem"]),
+        (lambda y, z: F.batch_norm(z, running_mean=y[0], running_var=y[1], training=True), ["getitem", "getitem"]),
+    ],
+)  # fmt: skip
+def test_writers_name_what_they_write(write, want: list[str]):
+    """Not only that the memory is written, which the versions of the values show too: who writes what."""
+
+    def fn(x):
+        y, z = x.exp(), x.sin()
+        write(y, z)
+        return y * 2 + z
+
+    with torch.no_grad():
+        assert [sorted(set(names)) for names in written_operands(fn, torch.rand(2, 2))] == [sorted(set(want))]
+
+
+def test_who_has_no_body_to_look_into_may_write_anything():
+    graph_ = torch.fx.Graph()
+    x = graph_.placeholder("x")
+    opaque = graph_.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), {"x": x})
+    torch.fx.GraphModule({}, graph_)
+    assert capture.writes(opaque) == [x]
+
+
 def test_a_base_is_written_through_its_view_and_a_view_through_its_base():
     def base(x):
         y = x.exp()

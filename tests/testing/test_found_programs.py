@@ -1,0 +1,220 @@
+"""Programs, each the smallest that needs one rule: what random search found, and what kills a mutant (tools/mutants.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxamp import testing
+from fxamp.testing import Program
+
+PROGRAMS = {
+    # ---- found by search ------------------------------------------------------------------------------------------------
+    "an output and an earlier reader share one cast": '''
+        def forward(x: "f32[4, 4]"):
+            v0 = F.linear(x, x)
+            v1 = torch.cat([x, v0])
+            return v0, v1,
+    ''',
+    "running statistics stay fp32, what they normalise follows": '''
+        def forward(x: "f32[4, 4]"):
+            v0 = F.linear(x, x, x[0])
+            v1 = F.batch_norm(v0, x[0].detach(), x[1].detach().abs(), None, None, True)
+            return v1,
+    ''',
+    # ---- writes, through every name, before and after a product has read the value -----------------------------------------
+    **{
+        f"written between two products by {write}": f'''
+        def forward(x: "f32[4, 4] whole", i: "i64[4]"):
+            a = x @ x
+            b = a @ x
+            {write}
+            return b, a @ x,
+        '''
+        for write in (
+            "a.add_(1.0)", "a += 1.0", "a[0] = 1.0", "a[i] = 0.0", "a.t().add_(1.0)", "a.detach().mul_(2.0)", "torch.relu_(a)",
+            "F.relu(a, inplace=True)", "torch.add(x, x, out=a)", "torch.ops.aten.add_.Tensor(a, x)", "a.copy_(x)",
+            "torch._foreach_add_([a], 1.0)", "a[1:3].zero_()", "a.view(-1)[3:].add_(1.0)",
+        )
+    },
+    "an argument written between two products": '''
+        def forward(x: "f32[4, 4] whole", w: "f32[4, 4] buffer whole"):
+            a = x @ w
+            w.mul_(2.0)
+            return a, x @ w,
+    ''',
+    "a view written, and its base read low": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.t()
+            c = b @ x
+            b.add_(1.0)
+            return c, a @ x, b,
+    ''',
+    "written in one grad mode, computed in another": '''
+        def forward(x: "f32[4, 4] grad whole"):
+            a = x @ x
+            with torch.no_grad():
+                a.mul_(2.0)
+            return a,
+    ''',
+    "a view that is the argument itself, written": '''
+        def forward(x: "f32[4, 4] whole", w: "f32[4, 4] whole"):
+            b = w.contiguous()
+            c = w @ x
+            b.add_(1.0)
+            return c, w @ x, b,
+    ''',
+    # ---- memory -----------------------------------------------------------------------------------------------------------
+    "two outputs in one memory": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            return a, a.view(-1), a[1],
+    ''',
+    "two outputs that are views of what is not returned": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            b, c = a.chunk(2)
+            return b, c,
+    ''',
+    "a copy of a low value, written": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = (x @ x)[:, :2]
+            b = a.exp().round()
+            c = a.contiguous()
+            c.add_(1.0)
+            return c, a,
+    ''',
+    "a cast up that is handed on and written": '''
+        def forward(x: "f32[4, 4] whole", y: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.sum(-1)
+            c = a.float()
+            c.add_(1.0)
+            return b, c, a.sum(0),
+    ''',
+    "dropout that hands on its operand, written": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.sum(-1)
+            c = F.dropout(a, 0.5, False)
+            c.add_(1.0)
+            return b, c, a.sum(0),
+    ''',
+    "a reshape that hands on its operand, written": '''
+        def forward(x: "f32[4, 4] whole", y: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.sum(-1)
+            c = a.reshape(4, 4)
+            c.add_(1.0)
+            return b, c, a.sum(0),
+    ''',
+    # ---- in place, or ordinary --------------------------------------------------------------------------------------------
+    "read again after it was written in place": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x + 1.0
+            b = a.relu_()
+            return b @ x, a @ x,
+    ''',
+    "a view read again after its base was written": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x + 1.0
+            v = a.t()
+            b = a.mul_(2.0)
+            return b @ x, v @ x,
+    ''',
+    "an argument that is written and returned": '''
+        def forward(x: "f32[4, 4] whole"):
+            y = x.add_(1.0)
+            return y @ y,
+    ''',
+    "a wider operand added in place": '''
+        def forward(x: "f32[4, 4] whole", d: "f64[4, 4] whole"):
+            a = x + 1.0
+            b = a.add_(d)
+            return b * 2.0,
+    ''',
+    "in place keeps strides": '''
+        def forward(x: "f32[4, 4] whole", y: "f32[4, 4] whole"):
+            a = (x + 1.0).t()
+            b = a.add_(y)
+            return b.view(torch.int32), b,
+    ''',
+    # ---- modes ------------------------------------------------------------------------------------------------------------
+    "one value cast with and without a history": '''
+        def forward(x: "f32[4, 4] grad whole"):
+            with torch.no_grad():
+                a = x @ x
+            return a, x @ x,
+    ''',
+    "one value cast without a history first, for an output": '''
+        def forward(x: "f32[4, 4] grad whole"):
+            a = x @ x
+            with torch.no_grad():
+                b = a.sum(-1)
+            return a, b,
+    ''',
+    "a region that opted out": '''
+        def forward(x: "f32[4, 4]"):
+            a = x @ x
+            with torch.autocast("cpu", enabled=False):
+                b = a @ x
+            return b,
+    ''',
+    "a region of the user's own": '''
+        def forward(x: "f32[4, 4]"):
+            a = x @ x
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                b = a @ x
+                c = a.relu()
+            return b, c,
+    ''',
+    # ---- types ------------------------------------------------------------------------------------------------------------
+    **{
+        f"{kind} beside a low value": f'''
+        def forward(x: "f32[4, 4] whole", o: "{kind}[4, 4] whole", s: "{kind}[] whole"):
+            a = x @ x
+            return a + o, a * s, torch.where(o > 0, a, o),
+        '''
+        for kind in ("f64", "f16", "bf16", "i64")
+    },
+    "a dtype that the program names": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            return a.view(torch.int32), torch.sum(a, -1, dtype=torch.float64), torch.zeros_like(a, dtype=torch.float32),
+    ''',
+    "a 0-dim value that a lower format does not have": '''
+        def forward(x: "f32[4, 4] whole", p: "b8[4, 4]"):
+            a = x @ x
+            s = torch.tensor(257.0)
+            return torch.where(p, a, s), torch.maximum(a, s), a.clamp(s, s), a.masked_fill(p, s),
+    ''',
+    "a constant that a lower format does not have": '''
+        def forward(x: "f32[4, 4] whole", p: "b8[4, 4]"):
+            a = x @ x
+            return a.masked_fill(p, -3.4028234663852886e+38), torch.where(p, a, 3.4e38),
+    ''',
+    "an einsum that is a view, written": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = torch.einsum("ij->ji", x)
+            a.add_(1.0)
+            return x @ x,
+    ''',
+    "a product that is written from birth": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.t()
+            a.add_(257.0)
+            return b, a,
+    ''',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_needed_a_rule(name: str):
+    program = Program(PROGRAMS[name])
+    testing.check(program)
+    testing.check(program, precision="fp32")
+
+
+def test_they_say_what_they_are():
+    assert all(Program(text).text.startswith("def forward(x: ") for text in PROGRAMS.values())

@@ -1,0 +1,385 @@
+"""Would the tests notice? Takes one rule at a time out of a copy of fxamp, and runs the tests named for it.
+
+Run: python tools/mutants.py [--jobs N] [--only WORD] [--write docs/mutants.md]
+Exits with 1 if a mutant survives, or a named test fails without any mutant.
+
+A mutant is data: a file, a text that stands in it exactly once, what to put instead, and a subset of the tests. Each runs in a
+process of its own, on a copy of its own; the parent imports torch once, and forks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
+
+RULES: Final = "tests/testing/test_found_programs.py"
+CAPTURE: Final = "tests/test_capture.py"
+PLAN: Final = "tests/test_plan.py"
+TABLE: Final = "tests/test_optable.py"
+LEGAL: Final = "tests/test_legal.py"
+LOWER: Final = "tests/rewrite/test_lower.py"
+IN_PLACE: Final = "tests/rewrite/test_out_of_place.py"
+FOUND: Final = "tests/test_found.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One rule taken out."""
+
+    name: str
+    file: str
+    old: str
+    """Stands exactly once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """Files, or node ids, of the tests that have to notice; the likeliest first."""
+
+    def applied(self) -> str:
+        """The text of the mutated file. Raises ValueError where `old` is not there exactly once."""
+        text = (ROOT / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} stands {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said."""
+
+    killed_by: str
+    """The first test that failed; "" if none did."""
+    seconds: float
+
+
+def _each(file: str, tests: Sequence[str], *edits: tuple[str, str, str]) -> Iterable[Mutant]:
+    return (Mutant(name, file, old, new, tuple(tests)) for name, old, new in edits)
+
+
+def _without_rows(*tables: str) -> Iterable[Mutant]:
+    for table in tables:
+        yield Mutant(f"optable: {table} has no operations", "fxamp/optable.py", f", {table}, ", ', "", ', (TABLE, PLAN))
+
+
+def _without_obstacles(*obstacles: tuple[str, str]) -> Iterable[Mutant]:
+    for name, line in obstacles:
+        nothing = "pass\n" if line.endswith("\n") else "pass"
+        yield Mutant(f"plan: lowers what {name}", "fxamp/plan.py", line, nothing, (RULES, PLAN, FOUND))
+
+
+MUTANTS: Final = (
+    # ---- who writes ---------------------------------------------------------------------------------
+    *_each(
+        "fxamp/capture.py",
+        (CAPTURE,),
+        ("writes: not through out=", "    written = _nodes_in(out)\n", "    written = _nodes_in(None)\n"),
+        ("writes: not by methods", 'if node.op == "call_method" and _is_in_place(str(target)):', "if False:"),
+        (
+            "writes: not inside higher-order operations",
+            "return written if pure else written + node.all_input_nodes",
+            "return written",
+        ),
+        (
+            "writes: not by schema, positional",
+            "for argument, value in zip(overload._schema.arguments, node.args, strict=False):",
+            "for argument, value in ():",
+        ),
+        (
+            "writes: not by schema, named",
+            "if argument.name in node.kwargs and argument.alias_info",
+            "if False and argument.alias_info",
+        ),
+        (
+            "writes: not by operators",
+            "if target in _IN_PLACE_OPERATORS or target is operator.setitem:",
+            "if target is operator.setitem:",
+        ),
+        (
+            "writes: not by slice assignment",
+            "if target in _IN_PLACE_OPERATORS or target is operator.setitem:",
+            "if target in _IN_PLACE_OPERATORS:",
+        ),
+        (
+            "writes: not by functions with an underscore",
+            'if _is_in_place(getattr(target, "__name__", "")) or _asks',
+            "if _asks",
+        ),
+        ("writes: not by inplace=True", "or _asks_in_place(target, node):", "or False:"),
+        (
+            "writes: not to running statistics",
+            'for index in optable.WRITTEN_OPERANDS.get(name_of(node) or "", ()):',
+            "for index in ():",
+        ),
+        ("writes: not to named running statistics", 'for name in ("running_mean", "running_var"):', "for name in ():"),
+    ),
+    # ---- whose memory is written ------------------------------------------------------------------------
+    *_each(
+        "fxamp/capture.py",
+        (CAPTURE, RULES, FOUND),
+        (
+            "pinned: no written memory",
+            "        for written in writes(node):\n            for key in groups[written]:",
+            "        for written in ():\n            for key in groups[written]:",
+        ),
+        (
+            "pinned: no versions",
+            "if any(t._version > born.get(key, 0) for t in tensors for key in graph.memory_of(t)):",
+            "if False:",
+        ),
+        ("pinned: not in torch.func", "    if is_inside_func:\n", "    if False:\n"),
+        ("pinned: not what is read by stride", "elif name_of(node) in _BY_STRIDE:", "elif False:"),
+        (
+            "pinned: not what the program differentiates",
+            "elif node.target in (torch.autograd.grad, torch.autograd.backward):",
+            "elif False:",
+        ),
+        ("pinned: no outputs that share memory", "        if count > 1:\n", "        if False:\n"),
+        ("capture: outputs are all fresh", "all(key not in inputs and left[key] == 1 for key in groups[node])", "True"),
+        ("capture: no switch of mode", "        count += _switches_mode(node)\n", ""),
+    ),
+    # ---- in place or not ----------------------------------------------------------------------------------
+    *_each(
+        "fxamp/rewrite/out_of_place.py",
+        (IN_PLACE, RULES, FOUND),
+        ("out of place: a result in other memory", "if graph.storages(first) != graph.storages(node):", "if False:"),
+        (
+            "out of place: more than plain tensors",
+            "if any(type(t) is not FakeTensor for n",
+            "if False and any(type(t) is not FakeTensor for n",
+        ),
+        (
+            "out of place: memory of two dtypes",
+            "if len({t.dtype for n in group for t in graph.tensors_of(graph.value_of(n))}) > 1 or len",
+            "if len",
+        ),
+        ("out of place: a write to an input", 'if member.op in ("placeholder", "get_attr"):', "if False:"),
+        ("out of place: across a switch of grad mode", "if modes[member] != modes[node]:", "if False:"),
+        ("out of place: what is read again", "        if late:\n", "        if False:\n"),
+        ("out of place: another dtype", "refusal = graph.difference(value, graph.value_of(node))", "refusal = None"),
+        (
+            "out of place: other strides",
+            "if refusal is None and value.stride() != graph.value_of(node).stride():",
+            "if False:",
+        ),
+        (
+            "out of place: copy_ too",
+            '("add", "sub", "mul", "div", "relu", "sigmoid", ',
+            '("copy", "add", "sub", "mul", "div", "relu", "sigmoid", ',
+        ),
+        ("out of place: values stay where they were", "        _move(members[key], first)\n", "        pass\n"),
+    ),
+    # ---- snapshots and sharing ----------------------------------------------------------------------------
+    *_each(
+        "fxamp/rewrite/lower.py",
+        (LOWER, RULES, FOUND),
+        (
+            "casts: of written memory are shared",
+            "if self._may_share(user) and value.name not in self.snapshots:",
+            "if self._may_share(user):",
+        ),
+        ("casts: shared by who is written", "return user.name not in self.snapshots and (decision", "return (decision"),
+        ("casts: shared by who may alias", "(decision is None or decision.op not in optable.MAY_ALIAS)", "True"),
+        ("casts: of fp32 births are shared", "            self.snapshots.add(cast.name)", "            pass"),
+        (
+            "casts: shared across switches of mode",
+            "        key = (value, dtype, mode_index)\n",
+            "        key = (value, dtype, 0)\n",
+        ),
+        (
+            "casts: outputs are cast where the graph ends",
+            "place = graph.after(value) if switched else output",
+            "place = output",
+        ),
+    ),
+    *_each(
+        "fxamp/optable.py",
+        (RULES, PLAN, FOUND, TABLE),
+        (
+            "MAY_ALIAS: no movement",
+            "frozenset((*MOVEMENT.split(), *RANDOM.split(), *_CONVERSIONS))",
+            "frozenset((*RANDOM.split(), *_CONVERSIONS))",
+        ),
+        (
+            "MAY_ALIAS: no random operations",
+            "frozenset((*MOVEMENT.split(), *RANDOM.split(), *_CONVERSIONS))",
+            "frozenset((*MOVEMENT.split(), *_CONVERSIONS))",
+        ),
+        (
+            "MAY_ALIAS: no conversions",
+            "frozenset((*MOVEMENT.split(), *RANDOM.split(), *_CONVERSIONS))",
+            "frozenset((*MOVEMENT.split(), *RANDOM.split()))",
+        ),
+        ("optable: batch_norm follows with all operands", '{"batch_norm": 1, "higher', '{"higher'),
+        (
+            "optable: 0-dim tensors never decide",
+            '"where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "maximum", "minimum", "index_put"',
+            "",
+        ),
+        ("optable: every kernel takes low formats", '"avg_pool3d", "adaptive_avg_pool3d", "higher', '"higher'),
+        ("optable: reading a size is a use", '"size", "stride", "numel", "nelement", "dim", "ndimension", ', ""),
+    ),
+    # ---- classes --------------------------------------------------------------------------------------------
+    *_without_rows(
+        *("AUTOCAST_LOW", "AUTOCAST_HIGH", "COMPOSITE_HIGH", "RANDOM", "AUTOCAST_WIDEST", "BUILTIN_PROMOTION", "MOVEMENT"),
+        *("ELEMENTWISE", "POOLING"),
+    ),
+    # ---- obstacles ------------------------------------------------------------------------------------------
+    *_without_obstacles(
+        ("runs under ambient autocast", "return self.note\n"),
+        ("has no fp32 operand", 'return "has no fp32 operand"'),
+        ("opted out", 'return "inside autocast(enabled=False)"'),
+        ("stands in the user's region", 'return "inside an autocast region of the user\'s own, which PyTorch casts"'),
+        ("writes into out=", 'return "writes into out="'),
+        ("names a dtype", 'return "names a dtype"'),
+        ("holds a constant beyond the format", 'return f"constant {beyond[0]:g} is beyond {formats.name(low)}"'),
+        ("contracts nothing", 'return "contracts nothing: it only moves or multiplies values"'),
+        ("has no low kernel", 'return f"has no {formats.name(low)} kernel on {self.captured.device.type}"'),
+        ("is a view", 'return "is a view here"'),
+        ("has a shape that depends on data", 'return "its shape depends on data"'),
+        ("holds other floats", 'return f"a value is {formats.name(tensor.dtype)} in the user\'s program"'),
+        ("holds more than plain tensors", 'return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"'),
+        ("writes in place", 'return f"in place: {written}" if written else None'),
+    ),
+    *_each(
+        "fxamp/plan.py",
+        (RULES, PLAN, FOUND),
+        ("plan: written results stay low", "result, why = TRACED if value.dtype != TRACED else None,", "result, why = None,"),
+        ("plan: written values follow", "if pinned is not None and cls is not OpClass.LOW:", "if False:"),
+        (
+            "plan: an operation cannot refuse",
+            "        if refusal is not None:\n            return self._keep",
+            "        if False:\n            return self._keep",
+        ),
+    ),
+    # ---- legality -------------------------------------------------------------------------------------------
+    *_each(
+        "fxamp/legal.py",
+        (LEGAL,),
+        ("legal: no lint", "    gm.graph.lint()\n", ""),
+        (
+            "legal: casts may lie",
+            "if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):",
+            "if False:",
+        ),
+        ("legal: inputs and outputs may change", "    if now != signature:\n", "    if False:\n"),
+        ("legal: recorded values may be wrong", "    if wants_full_check() and stage is REWRITTEN:\n", "    if False:\n"),
+        (
+            "legal: nested graphs are not looked at",
+            "    for part in graph.all_of(gm):\n        _check_casts(part, stage)\n",
+            "    _check_casts(gm, stage)\n",
+        ),
+    ),
+)
+
+
+def run(mutant: Mutant | None, tests: Sequence[str], *, root: Path = ROOT) -> Outcome:
+    """Runs tests on a copy of the project with one mutant in it, in this process, which is not to be used afterwards."""
+    import pytest
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fxamp-mutant-") as folder:
+        for name in ("fxamp", "tests"):
+            shutil.copytree(root / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(root / "pyproject.toml", folder)
+        if mutant is not None:
+            (Path(folder) / mutant.file).write_text(mutant.applied())
+        sys.path.insert(0, folder)
+        os.chdir(folder)
+        seen = _FirstFailure()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--capture=no", *tests], plugins=[seen])
+        import fxamp
+
+        assert Path(fxamp.__file__).is_relative_to(Path(folder).resolve()), fxamp.__file__
+    killed_by = seen.name or ("" if code == 0 else f"pytest: {code!r}")
+    return Outcome(killed_by, time.perf_counter() - start)
+
+
+class _FirstFailure:
+    """A pytest plugin."""
+
+    name = ""
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.failed and not self.name:
+            self.name = report.nodeid
+
+    def pytest_collectreport(self, report) -> None:
+        if report.failed and not self.name:
+            self.name = f"{report.nodeid} (does not load)"
+
+
+def _prepare() -> None:
+    """Imports what every child needs, once."""
+    import torch
+    import torch._dynamo
+    import torch._functorch.aot_autograd
+
+    torch.set_num_threads(1)  # a forked child has none of its parent's threads
+
+
+def table(rows: Iterable[tuple[str, Outcome]]) -> str:
+    """The result, in Markdown."""
+    lines = ["| mutant | killed by | seconds |", "|---|---|---|"]
+    for name, outcome in rows:
+        lines.append(
+            f"| {name} | {f'`{outcome.killed_by}`' if outcome.killed_by else '**survived**'} | {outcome.seconds:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--only", default="", help="only mutants whose name holds this")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the result")
+    options = parser.parse_args(argv)
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    for mutant in chosen:
+        mutant.applied()
+    _prepare()
+    subsets = sorted({test for mutant in chosen for test in mutant.tests})
+    jobs = [(None, subsets), *((mutant, mutant.tests) for mutant in chosen)]
+    rows: list[tuple[str, Outcome]] = []
+    for (mutant, _), outcome in zip(jobs, _run_all(jobs, options.jobs), strict=True):
+        name = mutant.name if mutant else "(none)"
+        rows.append((name, outcome))
+        print(f"{name:60} {outcome.seconds:6.1f} s  {outcome.killed_by or 'survived'}", flush=True)
+    control, mutants = rows[0][1], rows[1:]
+    survivors = [name for name, outcome in mutants if not outcome.killed_by]
+    summary = f"{len(mutants) - len(survivors)} of {len(mutants)} mutants are killed"
+    print(summary)
+    if options.write:
+        command = "python tools/mutants.py --write docs/mutants.md"
+        text = f"# Mutants\n\n{summary}. Made by `{command}`.\n\n{table(mutants)}\n"
+        options.write.write_text(text)
+    if control.killed_by:
+        print(f"without any mutant, {control.killed_by} fails")
+    return 1 if survivors or control.killed_by else 0
+
+
+def _run_all(jobs: Sequence[tuple[Mutant | None, Sequence[str]]], num_processes: int) -> Iterable[Outcome]:
+    """Outcomes in the order of the jobs, each from a process forked for it."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(num_processes, maxtasksperchild=1) as pool:
+        yield from pool.imap(_run_one, jobs, chunksize=1)
+
+
+def _run_one(job: tuple[Mutant | None, Sequence[str]]) -> Outcome:
+    return run(*job)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
