@@ -138,7 +138,8 @@ def written_operands(fn, *inputs) -> list[list[str]]:
     ("write", "want"),
     [
         (lambda y, z: y.add_(z), ["exp"]), (lambda y, z: torch.relu_(y), ["exp"]),
-        (lambda y, z: F.relu(y, inplace=True), ["exp"]), (lambda y, z: F.relu(y, True), ["exp"]), (lambda y, z: operator.iadd(y, z), ["exp"]),
+        (lambda y, z: F.relu(y, inplace=True), ["exp"]),
+        (lambda y, z: F.relu(y, True), ["exp"]), (lambda y, z: operator.iadd(y, z), ["exp"]),
         (lambda y, z: y.__setitem__(0, z[0]), ["exp"]), (lambda y, z: torch.mul(z, 2, out=y), ["exp"]),
         (lambda y, z: torch.ops.aten.add_.Tensor(y, z), ["exp"]),
         (lambda y, z: torch._foreach_add_([y, z], 1), ["exp", "sin"]),
