@@ -27,11 +27,14 @@ ROOT: Final = Path(__file__).parents[1]
 
 RULES: Final = "tests/testing/test_found_programs.py"
 CAPTURE: Final = "tests/test_capture.py"
+WRITERS: Final = f"{CAPTURE}::test_writers_name_what_they_write"
+OPAQUE: Final = f"{CAPTURE}::test_who_has_no_body_to_look_into_may_write_anything"
 PLAN: Final = "tests/test_plan.py"
 TABLE: Final = "tests/test_optable.py"
 LEGAL: Final = "tests/test_legal.py"
 LOWER: Final = "tests/rewrite/test_lower.py"
 IN_PLACE: Final = "tests/rewrite/test_out_of_place.py"
+GUARDS: Final = "tests/test_guards.py"
 FOUND: Final = "tests/test_found.py"
 
 
@@ -83,7 +86,7 @@ MUTANTS: Final = (
     # ---- who writes ---------------------------------------------------------------------------------
     *_each(
         "fxamp/capture.py",
-        (CAPTURE,),
+        (OPAQUE, WRITERS),
         ("writes: not through out=", "    written = _nodes_in(out)\n", "    written = _nodes_in(None)\n"),
         ("writes: not by methods", 'if node.op == "call_method" and _is_in_place(str(target)):', "if False:"),
         (
@@ -127,7 +130,7 @@ MUTANTS: Final = (
     # ---- whose memory is written ------------------------------------------------------------------------
     *_each(
         "fxamp/capture.py",
-        (CAPTURE, RULES, FOUND),
+        (RULES, CAPTURE, FOUND),
         (
             "pinned: no written memory",
             "        for written in writes(node):\n            for key in groups[written]:",
@@ -152,7 +155,7 @@ MUTANTS: Final = (
     # ---- in place or not ----------------------------------------------------------------------------------
     *_each(
         "fxamp/rewrite/out_of_place.py",
-        (IN_PLACE, RULES, FOUND),
+        (RULES, IN_PLACE, FOUND),
         ("out of place: a result in other memory", "if graph.storages(first) != graph.storages(node):", "if False:"),
         (
             "out of place: more than plain tensors",
@@ -183,7 +186,7 @@ MUTANTS: Final = (
     # ---- snapshots and sharing ----------------------------------------------------------------------------
     *_each(
         "fxamp/rewrite/lower.py",
-        (LOWER, RULES, FOUND),
+        (RULES, LOWER, FOUND),
         (
             "casts: of written memory are shared",
             "if self._may_share(user) and value.name not in self.snapshots:",
@@ -194,8 +197,8 @@ MUTANTS: Final = (
         ("casts: of fp32 births are shared", "            self.snapshots.add(cast.name)", "            pass"),
         (
             "casts: shared across switches of mode",
-            "        key = (value, dtype, mode_index)\n",
-            "        key = (value, dtype, 0)\n",
+            "        key = (value, dtype, mode_index, saturates)\n",
+            "        key = (value, dtype, 0, saturates)\n",
         ),
         (
             "casts: outputs are cast where the graph ends",
@@ -243,7 +246,6 @@ MUTANTS: Final = (
         ("stands in the user's region", 'return "inside an autocast region of the user\'s own, which PyTorch casts"'),
         ("writes into out=", 'return "writes into out="'),
         ("names a dtype", 'return "names a dtype"'),
-        ("holds a constant beyond the format", 'return f"constant {beyond[0]:g} is beyond {formats.name(low)}"'),
         ("contracts nothing", 'return "contracts nothing: it only moves or multiplies values"'),
         ("has no low kernel", 'return f"has no {formats.name(low)} kernel on {self.captured.device.type}"'),
         ("is a view", 'return "is a view here"'),
@@ -251,6 +253,13 @@ MUTANTS: Final = (
         ("holds other floats", 'return f"a value is {formats.name(tensor.dtype)} in the user\'s program"'),
         ("holds more than plain tensors", 'return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"'),
         ("writes in place", 'return f"in place: {written}" if written else None'),
+    ),
+    *(
+        Mutant(f"guards: no {name}", "fxamp/guards.py", f"\n    {name},\n", "\n", (GUARDS,))
+        for name in (
+            *("constant_beyond", "constant_below", "eps_of_a_norm", "operand_beyond", "operand_below", "long_reduction"),
+            *("sum_of_a_mean", "computed_scalar"),
+        )
     ),
     *_each(
         "fxamp/plan.py",
@@ -351,13 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         mutant.applied()
     _prepare()
     subsets = sorted({test for mutant in chosen for test in mutant.tests})
-    jobs = [(None, subsets), *((mutant, mutant.tests) for mutant in chosen)]
+    jobs = [*((mutant, mutant.tests) for mutant in chosen), (None, subsets)]
     rows: list[tuple[str, Outcome]] = []
     for (mutant, _), outcome in zip(jobs, _run_all(jobs, options.jobs), strict=True):
         name = mutant.name if mutant else "(none)"
         rows.append((name, outcome))
         print(f"{name:60} {outcome.seconds:6.1f} s  {outcome.killed_by or 'survived'}", flush=True)
-    control, mutants = rows[0][1], rows[1:]
+    *mutants, (_, control) = rows
     survivors = [name for name, outcome in mutants if not outcome.killed_by]
     summary = f"{len(mutants) - len(survivors)} of {len(mutants)} mutants are killed"
     print(summary)

@@ -31,7 +31,7 @@ MAX_ERROR: Final = 2.0**-4
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A statement with slots: {a} {b} {c} any float, {m} {n} a 4x4 float, {i} int64, {p} bool, {r} a new name."""
+    """A statement with slots: {a} {b} {c} a float, {m} {n} a 4x4 float, {o} a contiguous one, {i} int64, {p} bool, {r} a name."""
 
     text: str
     is_whole: bool
@@ -202,7 +202,7 @@ TEMPLATES: Final = tuple(
             {a}.masked_fill_({p}, 0.0)
             F.relu({a}, inplace=True)
             torch.relu_({a})
-            torch.add({b}, {c}, out={a})
+            torch.add({b}, {c}, out={o})
             torch.ops.aten.add_.Tensor({a}, {b})
             torch._foreach_add_([{a}, {b}], 1.0)
             {r} = {a}.add_(1.0)
@@ -220,8 +220,11 @@ HIGHER_ORDER: Final = tuple(
     [
         *_templates(
             """{r} = checkpoint(lambda x: (x @ {n}).relu(), {m})
-            {r} = checkpoint(lambda x, y: (x @ y) * 2.0, {m}, {n})
-            {r} = cond({m}.sum() > 0, lambda x, y: x @ y, lambda x, y: x * 2.0, ({m}, {n}))"""
+            {r} = checkpoint(lambda x, y: (x @ y) * 2.0, {m}, {n})"""
+        ),
+        *_templates(  # clones: Dynamo takes no operands that share memory
+            "{r} = cond({m}.sum() > 0, lambda x, y: (x @ y).relu(), lambda x, y: y @ x, ({m}.clone(), {n}.clone()))",
+            is_rounding=False,
         ),
         *_templates("{r} = checkpoint(lambda x: (x @ {n}).tanh() @ {n}, {m})", is_whole=False),
     ]
@@ -292,7 +295,7 @@ def _steps(is_whole: bool, higher_order: bool, max_steps: int) -> SearchStrategy
     pool = [t for t in TEMPLATES if (t.is_whole if is_whole else t.is_rounding)]
     pool += [t for t in pool if t.cls is OpClass.LOW] * 3  # what is never lowered shows little
     if higher_order:
-        bodies = [t for t in HIGHER_ORDER if t.is_whole or not is_whole]
+        bodies = [t for t in HIGHER_ORDER if (t.is_whole if is_whole else t.is_rounding)]
         pool = [*bodies, *pool, *bodies * 8]
     step = st.builds(
         Step,
@@ -372,7 +375,7 @@ def _fits(slot: str, tensor: torch.Tensor) -> bool:
         return tensor.dtype == torch.bool and tensor.shape == (4, 4)
     if slot in "mn":
         return tensor.is_floating_point() and tensor.shape == (4, 4)
-    return tensor.is_floating_point()
+    return tensor.is_floating_point() and (slot != "o" or tensor.is_contiguous())  # Dynamo takes no other out=
 
 
 def _variables(arguments: dict[str, str], lines: Sequence[str], is_whole: bool) -> dict[str, torch.Tensor] | None:
