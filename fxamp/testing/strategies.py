@@ -31,7 +31,7 @@ MAX_ERROR: Final = 2.0**-4
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A statement with slots: {a} {b} {c} a float, {m} {n} a 4x4 float, {o} a contiguous one, {i} int64, {p} bool, {r} a name."""
+    """A statement with slots: {a} {b} {c} a float, {m} {n} a 4x4 float, {o} a contiguous one, {i} int64, {p} bool, {r} new."""
 
     text: str
     is_whole: bool
