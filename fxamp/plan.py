@@ -310,7 +310,8 @@ class _Planner:
         deciding = [x for x in operands[:limit] if self._is_float(x) and (counts or not self._is_scalar(x))]
         dtypes = {t.dtype for x in deciding for t in self._floats(x)}
         narrow = next(iter(dtypes - {TRACED}), TRACED)
-        if len(dtypes) == 2 and all(self._exists_in(x, narrow) for x in deciding if self._has(x, TRACED)):
+        is_mixed = len(dtypes) == 2 and TRACED in dtypes  # two low formats widen each other to fp32
+        if is_mixed and all(self._exists_in(x, narrow) for x in deciding if self._has(x, TRACED)):
             dtypes = {narrow}  # a mask of zeros and ones loses nothing, and widens nobody
         follow = next(iter(dtypes)) if len(dtypes) == 1 else TRACED
         if "low_residual" in self.relaxed and op == "add" and dtypes <= {low, TRACED} and self._is_residual(deciding):

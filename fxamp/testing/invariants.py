@@ -16,7 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
-from fxamp import capture, formats, graph, legal, ops, optable, passes, plan, rewrite
+from fxamp import capture, formats, graph, guards, legal, ops, optable, passes, plan, rewrite
 from fxamp.capture import Captured
 from fxamp.errors import InvariantBroken
 from fxamp.optable import OpClass
@@ -95,6 +95,9 @@ def observable_dtypes(state: Rewrite) -> None:
 def allowed_formats(state: Rewrite) -> None:
     """Every operation gets its operands in a format that the policy allows."""
     lows = {formats.STORAGE[r.precision] for r in state.policy.rules if r.precision in formats.STORAGE}
+    nodes = state.captured.gm.graph.nodes
+    known = guards.known(nodes, {n: state.captured.facts[n.name].op for n in nodes}, state.captured.pinned)
+    exact = {node.name: values for node, values in known.items()}
     for before, after in state.pairs():
         facts = state.captured.facts[before.name]
         if before.op not in ("call_function", "call_method") or facts.op in optable.METADATA or before.target in _PLUMBING:
@@ -120,8 +123,10 @@ def allowed_formats(state: Rewrite) -> None:
             allowed = {plan.TRACED}
         if held - allowed:
             raise state.broken("allowed formats", before.name, f"{where} reads {formats.name(next(iter(held)))}")
-        if cls in (OpClass.WIDEST, OpClass.FOLLOW) and any(_is_narrowing(x) for x in graph.operands(after)):
-            raise state.broken("allowed formats", before.name, f"{where} gets a cast down")
+        for x in graph.operands(after) if cls in (OpClass.WIDEST, OpClass.FOLLOW) else ():
+            values = exact.get(_origin(x).name, guards.UNKNOWN)
+            if _is_narrowing(x) and not values.exists_in(graph.value_of(x).dtype):
+                raise state.broken("allowed formats", before.name, f"{where} gets a cast down that rounds")
 
 
 def non_floats(state: Rewrite) -> None:

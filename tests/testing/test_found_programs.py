@@ -216,5 +216,17 @@ def test_what_needed_a_rule(name: str):
     testing.check(program, precision="fp32")
 
 
+def test_two_low_formats_widen_each_other():
+    program = Program(
+        '''
+        def forward(x: "f32[4, 4]"):
+            a = x @ x
+            b = x.mm(x)
+            return a + b,
+        '''
+    )
+    testing.check(program, {"mm": "fp16"})  # bf16 + fp16: in fp16, a large bf16 value would be infinite
+
+
 def test_they_say_what_they_are():
     assert all(Program(text).text.startswith("def forward(x: ") for text in PROGRAMS.values())
