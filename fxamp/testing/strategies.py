@@ -18,7 +18,6 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from fxamp.optable import OpClass
 from fxamp.testing.program import Program
 from fxamp.testing.values import Rounded, gradients, rounding_error
 
@@ -38,20 +37,20 @@ class Template:
     """Does it map small whole numbers to small whole numbers?"""
     is_rounding: bool
     """Is it continuous, so that rounding its operands changes its result a little? Else it is used on whole numbers only."""
-    cls: OpClass | None = None
-    """The class that the default policy gives its operation; None where it has several, or none."""
+    is_low: bool = False
+    """Is it a product, which the default policy lowers? These are drawn more often: what is never lowered shows little."""
 
 
-def _templates(text: str, *, is_whole: bool = True, is_rounding: bool = True, cls: OpClass | None = None) -> list[Template]:
+def _templates(text: str, *, is_whole: bool = True, is_rounding: bool = True, is_low: bool = False) -> list[Template]:
     lines = [line.strip() for line in text.strip().splitlines()]
-    return [Template(text=line, is_whole=is_whole, is_rounding=is_rounding, cls=cls) for line in lines]
+    return [Template(text=line, is_whole=is_whole, is_rounding=is_rounding, is_low=is_low) for line in lines]
 
 
 TEMPLATES: Final = tuple(
     [
-        *_templates("{r} = {m} @ {n}", cls=OpClass.LOW),
-        *_templates("{r} = {a} + {b}\n{r} = {a} * 2.0\n{r} = {a}.relu()", cls=OpClass.FOLLOW),
-        *_templates("{r} = {a}.sum(-1)", cls=OpClass.HIGH),
+        *_templates("{r} = {m} @ {n}", is_low=True),
+        *_templates("{r} = {a} + {b}\n{r} = {a} * 2.0\n{r} = {a}.relu()"),
+        *_templates("{r} = {a}.sum(-1)"),
         *_templates(
             """{r} = F.linear({m}, {n})
             {r} = {m}.mm({n})
@@ -60,21 +59,20 @@ TEMPLATES: Final = tuple(
             {r} = torch.bmm({m}.unsqueeze(0), {n}.unsqueeze(0))
             {r} = torch.einsum("ij,jk->ik", {m}, {n})
             {r} = F.conv1d({m}.unsqueeze(0), {n}.unsqueeze(-1))""",
-            cls=OpClass.LOW,
+            is_low=True,
         ),
         *_templates(
             """{r} = F.scaled_dot_product_attention({m}.unsqueeze(0), {n}.unsqueeze(0), {m}.unsqueeze(0))
             {r} = F.linear({m}, {n}, {n}[0])
             {r} = F.prelu({m}, {n}[0])""",
             is_whole=False,
-            cls=OpClass.LOW,
+            is_low=True,
         ),
         *_templates(
             """{r} = torch.cumsum({a}, -1)
             {r} = {a}.pow(2)
             {r} = F.l1_loss({a}, {b})
             {r} = F.mse_loss({a}, {b}, reduction="sum")""",
-            cls=OpClass.HIGH,
         ),
         *_templates(
             """{r} = {a}.softmax(-1)
@@ -87,7 +85,6 @@ TEMPLATES: Final = tuple(
             {r} = torch.logsumexp({a}, -1)
             {r} = F.softplus({a})""",
             is_whole=False,
-            cls=OpClass.HIGH,
         ),
         *_templates(
             """{r} = torch.cat([{m}, {n}])
@@ -96,7 +93,6 @@ TEMPLATES: Final = tuple(
             {r} = torch.tensordot({m}, {n}, 1)
             {r} = torch.index_put({m}, ({i},), {n}[0])
             {r} = torch.scatter_add({m}, 0, {i}.expand(4, 4), {n})""",
-            cls=OpClass.WIDEST,
         ),
         *_templates(
             """{r} = {a} - {b}
@@ -136,7 +132,6 @@ TEMPLATES: Final = tuple(
             {r} = {a}.index_select(0, {i})
             {r} = F.pad({a}, (1, 1))
             {r} = F.max_pool1d({m}.unsqueeze(0), 2)""",
-            cls=OpClass.FOLLOW,
         ),
         *_templates(
             """{r} = F.gelu({a})
@@ -149,10 +144,9 @@ TEMPLATES: Final = tuple(
             {r} = F.batch_norm({m}, None, None, None, None, True)
             {r} = F.batch_norm({m}, {n}[0].detach(), {n}[1].detach().abs(), None, None, True)""",
             is_whole=False,
-            cls=OpClass.FOLLOW,
         ),
         # ---- kept as traced ---------------------------------------------------------------------------------------------
-        *_templates("{r} = {a}.erf()\n{r} = {a}.mean(-1)\n{r} = {a}.var(-1)", is_whole=False, cls=OpClass.KEEP),
+        *_templates("{r} = {a}.erf()\n{r} = {a}.mean(-1)\n{r} = {a}.var(-1)", is_whole=False),
         *_templates(
             """{r}, {r} = {a}.max(-1)
             {r} = {a} > {b}
@@ -161,7 +155,6 @@ TEMPLATES: Final = tuple(
             {r} = {a}.round()
             {r} = {a}.sign()""",
             is_rounding=False,
-            cls=OpClass.KEEP,
         ),
         # ---- constants, other types, the user's own casts ------------------------------------------------------------------
         *_templates(
@@ -293,7 +286,7 @@ _RETURNED: Final = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 @functools.cache
 def _steps(is_whole: bool, higher_order: bool, max_steps: int) -> SearchStrategy[list[Step]]:
     pool = [t for t in TEMPLATES if (t.is_whole if is_whole else t.is_rounding)]
-    pool += [t for t in pool if t.cls is OpClass.LOW] * 3  # what is never lowered shows little
+    pool += [t for t in pool if t.is_low] * 3
     if higher_order:
         bodies = [t for t in HIGHER_ORDER if (t.is_whole if is_whole else t.is_rounding)]
         pool = [*bodies, *pool, *bodies * 8]

@@ -88,6 +88,7 @@ def test_arguments_are_the_same_every_time_and_say_what_they_are():
 def test_a_program_runs_forward_and_backward():
     adds = 'def forward(x: "f32[3] grad whole", m: "f32[3] buffer whole"):\n    m.add_(x.detach())\n    return x * 3.0,'
     run = testing.run(Program(adds))
+    assert run.gradients["x"] is not None
     assert torch.equal(run.gradients["x"], torch.tensor([-3.0, 0.0, 3.0]))
     before = Program('def forward(m: "f32[3] buffer whole"):\n    return m,').make_arguments()["m"]
     assert torch.equal(run.arguments["m"], before + run.arguments["x"].detach())
