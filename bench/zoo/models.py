@@ -154,7 +154,7 @@ ENTRIES: Final = (
     _entry("resnet", "ResNetForImageClassification", "pixels", _STAGES, layer_type="basic"),
     _entry("regnet", "RegNetForImageClassification", "pixels", _STAGES, layer_type="x", groups_width=4,
            tiny=False),
-    _entry("mobilenet-v2", "MobileNetV2ForImageClassification", "pixels", depth_multiplier=0.25),
+    _entry("mobilenet-v2", "MobileNetV2ForImageClassification", "pixels", depth_multiplier=0.25, output_stride=8),
     _entry("efficientnet", "EfficientNetForImageClassification", "pixels", width_coefficient=0.25, depth_coefficient=0.25,
            hidden_dim=320),
     _entry("poolformer", "PoolFormerForImageClassification", "pixels", hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1],
