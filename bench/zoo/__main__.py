@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if fxamp fails where the lowering alone does not, or its error is beyond the bound."""
     options = parser().parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # in a file the table keeps its columns
     if options.list:
         console.print(*models.BY_NAME, "", *(system.name for system in SYSTEMS), sep="\n")
         return 0
@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = chosen(options.only or ("*",), list(models.BY_NAME), "architecture")
     if options.compile_time and not options.report:
-        found = compile_time.measure_all(names, options.repetitions, console.print)
-        compile_time.write(options.results / "compile_time.jsonl", found)
+        compile_time.measure_all(names, options.repetitions, options.results / "compile_time.jsonl", console.print)
     elif not options.report:
         _measure_all(names, options, console)
     report.write(options.results)

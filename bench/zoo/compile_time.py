@@ -59,16 +59,16 @@ class Start:
     versions: dict[str, str]
 
 
-def measure_all(names: Sequence[str], repetitions: int, tell: Callable[[str], object]) -> list[Start]:
-    """Cold and warm starts of every system, in turns, `repetitions` times."""
-    found: list[Start] = []
+def measure_all(names: Sequence[str], repetitions: int, path: Path, tell: Callable[[str], object]) -> None:
+    """Cold and warm starts of every system, in turns, `repetitions` times; written to `path` model by model."""
     for name in names:
+        found: list[Start] = []
         for _ in range(repetitions):
             for system in SYSTEMS:
                 with tempfile.TemporaryDirectory(prefix="fxamp-zoo-") as cache:
                     found += [_start(name, system, cache, is_warm=is_warm) for is_warm in (False, True)]
+        write(path, found)
         tell(_line(name, found))
-    return found
 
 
 def _start(name: str, system: str, cache: str, *, is_warm: bool) -> Start:
