@@ -32,6 +32,10 @@ REPLAYING_MODES: Final = ("reduce-overhead", "max-autotune")
 """Modes in which Inductor records CUDA graphs."""
 
 
+RELAXED: Final = ("attention_masks",)
+"""Of fxamp's RELAXED passes, those that the `-relaxed` systems ask for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class System:
     """One way to compute a workload."""
@@ -49,6 +53,8 @@ class System:
     """Are the weights themselves in the low format?"""
     float8_recipe: str | None = None
     """Of torchao."""
+    relaxed: tuple[str, ...] = ()
+    """Passes of fxamp that are asked for by name."""
     is_train_step: bool = False
     """fxamp's own step, optimizer included."""
 
@@ -149,6 +155,11 @@ def _fxamp() -> list[System]:
         for precision in modes
         for mode in modes[precision]
     ]
+    calls += [
+        replace(call, name=call.name.replace("bf16", "bf16-relaxed"), about=f"{call.about}, attention_masks", relaxed=RELAXED)
+        for call in calls
+        if call.name in ("fxamp-bf16", "fxamp-bf16-reduce-overhead")
+    ]
     steps = [
         System(
             name=f"fxamp-{precision}-train-step",
@@ -243,6 +254,8 @@ def _amp(system: System, workload: Workload) -> fxamp.Amp:
     options: dict[str, Any] = {"precision": system.precision}
     if system.mode != "default":
         options["mode"] = system.mode
+    if system.relaxed:
+        options["relaxed"] = system.relaxed
     if workload.kind == "infer" and system.precision == "fp16":
         options["scaling"] = None  # there is no gradient to scale
     return fxamp.Amp(**options)

@@ -82,7 +82,7 @@ class Amp:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
         shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
-        normalized = passes.run(normal, rewrite.NORMALIZE, legal.checker(legal.REWRITTEN, gm))
+        normalized = passes.run(normal, rewrite.normalize(options.relaxed), legal.checker(legal.REWRITTEN, gm))
         captured = capture.capture(normal, example_inputs)
         instances.check(options.policy, (facts.module for facts in captured.everywhere))
         precision, notes = _precision_on(captured.device, options.precision)

@@ -425,7 +425,8 @@ def writes(node: fx.Node) -> list[fx.Node]:
         return written
     if target in _IN_PLACE_OPERATORS or target is operator.setitem:
         return written + _nodes_in(node.args[:1])
-    if _is_in_place(getattr(target, "__name__", "")) or _asks_in_place(target, node):
+    is_operator = getattr(target, "__module__", None) == "_operator"  # and_, or_, not_ have their names from keywords
+    if (_is_in_place(getattr(target, "__name__", "")) and not is_operator) or _asks_in_place(target, node):
         written += _nodes_in(node.args[:1]) or _nodes_in(node.kwargs.get("input"))
     for index in optable.WRITTEN_OPERANDS.get(name_of(node) or "", ()):
         written += _nodes_in(node.args[index : index + 1])

@@ -12,7 +12,7 @@ from fxamp.policy import Policy
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Inductor's modes, as torch.compile documents them."""
 
-RELAXED: Final = ("min_cut", "low_residual")
+RELAXED: Final = ("min_cut", "low_residual", "attention_masks")
 """Names of what changes numerics beyond the policy, and is asked for by name."""
 
 LOWERINGS: Final = ("inductor", "aot_eager", "eager")
@@ -48,7 +48,8 @@ class Options:
     """What an overflowed step does: "skip" or "retry". Only "skip" yet."""
     relaxed: tuple[str, ...] = ()
     """Names of RELAXED passes, which change numerics; docs/relaxed.md has the error that each adds. "min_cut": operations that
-    follow their operands run in the formats that move the fewest bytes. "low_residual": x + f(x) is low if f(x) is."""
+    follow their operands run in the formats that move the fewest bytes. "low_residual": x + f(x) is low if f(x) is.
+    "attention_masks": masks that are causal, or empty, by proof, reach the kernels as is_causal=True, or not at all."""
     numerics: Literal["eager", "fast"] = "eager"
     """"eager" keeps the roundings of the user's own casts, which Inductor alone drops; "fast" gives that up."""
     output_dtype: Literal["traced", "low"] = "traced"

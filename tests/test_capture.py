@@ -231,3 +231,11 @@ def test_dynamos_graph_is_left_as_it_was():
         return gm.forward
 
     torch.compile(nn.Sequential(nn.Linear(2, 2)), backend=backend)(torch.rand(2, 2))
+
+
+def test_operators_named_after_keywords_write_nothing():
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return ~((a > 0) & (b > 0) | (a > b))
+
+    gm = captured_of(fn, torch.rand(3), torch.rand(3)).gm
+    assert [capture.writes(n) for n in gm.graph.nodes] == [[]] * len(gm.graph.nodes)

@@ -162,11 +162,19 @@ def _rule_table(rules: Sequence[RuleUse]) -> Table:
     return table
 
 
+_SPEEDING: Final = ("ReplaceMasks", "LowAttention")
+"""Passes that clear the way to a fast kernel: what they leave alone stays slow."""
+
+
 def _print_notes(console: Console, graphs: Sequence[GraphRecord]) -> None:
     for g in graphs:
         for v in g.variants.values():
             for note in v.notes:
                 console.print(f"- graph {g.index} ({v.precision}): {note}")
+            for change in v.changes:
+                for kept in change.kept if change.pass_name in _SPEEDING else ():
+                    left = f"{kept.node} ({kept.where})" if kept.where else kept.node
+                    console.print(f"- graph {g.index} ({v.precision}): {change.pass_name} left {left}: {kept.reason}")
             for change in v.joint_changes:
                 if change.pass_name == "SaveReadsOfMutated" and change.num_marked:
                     console.print(f"- graph {g.index} ({v.precision}): repaired: {_patches.MUTATED_READS.symptom}")

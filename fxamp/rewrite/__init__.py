@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from fxamp.capture import Captured
@@ -11,6 +13,7 @@ from fxamp.rewrite.attention import LowAttention
 from fxamp.rewrite.composites import SeeIntoComposites
 from fxamp.rewrite.following import MarkFollowing
 from fxamp.rewrite.lower import LowerOperations
+from fxamp.rewrite.masks import ReplaceMasks
 from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
 
@@ -19,6 +22,15 @@ NORMALIZE: Final[tuple[Pass, ...]] = (
     OutOfPlace(),
 )
 """Passes before the plan is made: the same program, in a form that leaves the plan more freedom."""
+
+RELAXED: Final[Mapping[str, Pass]] = MappingProxyType({"attention_masks": ReplaceMasks()})
+"""Passes before the plan that change numerics, by the name that asks for each."""
+
+
+def normalize(relaxed: Collection[str]) -> tuple[Pass, ...]:
+    """The passes before the plan, with those that were asked for by name."""
+    asked = (pass_ for name, pass_ in RELAXED.items() if name in relaxed)
+    return (*NORMALIZE, *asked)  # behind OutOfPlace: a mask that was filled in place is made of constants by then
 
 
 def passes_for(captured: Captured, plan: Plan, *, marks_following: bool = False) -> tuple[Pass, ...]:

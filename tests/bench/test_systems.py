@@ -49,6 +49,16 @@ def test_names():
         assert set(named) <= SYSTEMS.keys()
 
 
+@pytest.mark.parametrize("name", ["fxamp-bf16-relaxed", "fxamp-bf16-relaxed-reduce-overhead"])
+def test_relaxed_systems_ask_for_passes_by_name(name):
+    runner = systems.prepare(SYSTEMS[name], MLP_WORKLOAD, tiny().parts("cpu"), "cpu")
+    assert runner.amp is not None
+    assert runner.amp.options.relaxed == ("attention_masks",)
+    assert runner.amp.options.mode == ("reduce-overhead" if name.endswith("overhead") else None)
+    plain = SYSTEMS[name.replace("-relaxed", "")]
+    assert replace(SYSTEMS[name], name=plain.name, about=plain.about, relaxed=()) == plain
+
+
 def test_the_control_is_the_anchor_but_no_peer():
     control, anchor = SYSTEMS[systems.CONTROL], SYSTEMS[ANCHOR]
     assert replace(control, name=anchor.name, about=anchor.about, family="peer") == anchor
