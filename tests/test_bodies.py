@@ -50,7 +50,7 @@ INSIDE = {
     "cond": lambda x: torch.cond(x.sum() > 0, product, lambda x: x * 2, (x,)),
     "while_loop": lambda x: while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, product(x)), (torch.tensor(0), x))[1],
     "scan": lambda x: scan(lambda carry, row: (product(carry + row), row * 2), torch.zeros(1, 8), x[:, None])[0],
-    "map": lambda x: map_(product, x[:, None]),
+    "map": lambda x: map_(product, x[:, None]),  # pyright: ignore[reportArgumentType]  # its stub names no parameter so
     "nested_compile_region": lambda x: region(region(x)),
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from tests.programs import Fn, decisions, planned
 X = torch.randn(4, 4)
 
 
-def found(fn, *inputs: torch.Tensor, **options: object) -> tuple[Leak, ...]:
+def found(fn, *inputs: torch.Tensor, **options: Any) -> tuple[Leak, ...]:
     return leaks.find(*planned(fn, *inputs, **options))
 
 
@@ -74,9 +76,12 @@ def test_a_leak_that_loses_nothing_is_closed(fn, op: str):
         want = net(X)
     assert torch.equal(got, want.float())
     got.sum().backward()
-    grad, net.lin.weight.grad = net.lin.weight.grad, None
+    got_grad, net.lin.weight.grad = net.lin.weight.grad, None
     want.sum().backward()
-    assert torch.equal(grad, net.lin.weight.grad)
+    want_grad = net.lin.weight.grad
+    assert got_grad is not None
+    assert want_grad is not None
+    assert torch.equal(got_grad, want_grad)
 
 
 @pytest.mark.parametrize(
