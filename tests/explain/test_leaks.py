@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-
 from typing import Any
 
 import pytest
