@@ -144,6 +144,7 @@ def written_operands(fn, *inputs) -> list[list[str]]:
         (lambda y, z: torch.ops.aten.add_.Tensor(y, z), ["exp"]),
         (lambda y, z: torch._foreach_add_([y, z], 1), ["exp", "sin"]),
         (lambda y, z: torch.ops.aten.add.out(z, z, out=y), ["exp"]),
+        (lambda y, z: torch.ops.aten.add_.Tensor(self=y, other=z), ["exp"]),
         (lambda y, z: F.batch_norm(z, y[0], y[1], None, None, True), ["getitem", "getitem"]),
         (lambda y, z: F.batch_norm(z, running_mean=y[0], running_var=y[1], training=True), ["getitem", "getitem"]),
     ],
@@ -166,6 +167,23 @@ def test_who_has_no_body_to_look_into_may_write_anything():
     opaque = graph_.call_function(torch.ops.higher_order.triton_kernel_wrapper_mutation, (), {"x": x})
     torch.fx.GraphModule({}, graph_)
     assert capture.writes(opaque) == [x]
+
+
+@pytest.mark.parametrize(
+    ("target", "is_inside_func", "reason"),
+    [
+        (torch.as_strided, False, "reads its memory by stride"),
+        (torch.autograd.grad, False, "differentiated by the program"),
+        (torch.exp, True, "used inside a torch.func transform"),
+        (torch.exp, False, None),
+    ],
+)
+def test_operands_that_must_be_the_traced_value_itself(target, is_inside_func: bool, reason: str | None):
+    built = torch.fx.Graph()
+    x = built.placeholder("x")
+    watched = list(capture._watched(built.call_function(target, (x,)), is_inside_func))
+    assert [operand for operand, _ in watched] == ([x] if reason else [])
+    assert all(reason in text for _, text in watched if reason)
 
 
 def test_a_base_is_written_through_its_view_and_a_view_through_its_base():

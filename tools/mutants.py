@@ -26,8 +26,11 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[1]
 
 RULES: Final = "tests/testing/test_found_programs.py"
+FOUND: Final = "tests/test_found.py"
 CAPTURE: Final = "tests/test_capture.py"
 WRITERS: Final = f"{CAPTURE}::test_writers_name_what_they_write"
+WATCHED: Final = f"{CAPTURE}::test_operands_that_must_be_the_traced_value_itself"
+SNAPSHOTS: Final = f"{FOUND}::test_a_cast_is_a_snapshot"
 OPAQUE: Final = f"{CAPTURE}::test_who_has_no_body_to_look_into_may_write_anything"
 PLAN: Final = "tests/test_plan.py"
 TABLE: Final = "tests/test_optable.py"
@@ -35,7 +38,6 @@ LEGAL: Final = "tests/test_legal.py"
 LOWER: Final = "tests/rewrite/test_lower.py"
 IN_PLACE: Final = "tests/rewrite/test_out_of_place.py"
 GUARDS: Final = "tests/test_guards.py"
-FOUND: Final = "tests/test_found.py"
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ MUTANTS: Final = (
     # ---- whose memory is written ------------------------------------------------------------------------
     *_each(
         "fxamp/capture.py",
-        (RULES, CAPTURE, FOUND),
+        (WATCHED, SNAPSHOTS, RULES, CAPTURE),
         (
             "pinned: no written memory",
             "        for written in writes(node):\n            for key in groups[written]:",
