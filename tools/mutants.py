@@ -118,7 +118,7 @@ MUTANTS: Final = (
         ),
         (
             "writes: not by functions with an underscore",
-            'if _is_in_place(getattr(target, "__name__", "")) or _asks',
+            'if (_is_in_place(getattr(target, "__name__", "")) and not is_operator) or _asks',
             "if _asks",
         ),
         ("writes: not by inplace=True", "or _asks_in_place(target, node):", "or False:"),
