@@ -35,11 +35,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def use_hypothesis_profile(deep: bool) -> None:
     try:
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
     except ImportError:  # VENV=none promises torch and pytest only
         return
     # No deadline: the first example compiles. Derandomised, so that what is red stays red; --deep searches at random.
-    settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=25)
+    settings.register_profile(
+        "everyday",
+        deadline=None,
+        derandomize=True,
+        max_examples=25,
+        suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no fault of a test
+    )
     settings.register_profile("deep", deadline=None, max_examples=1000)
     settings.load_profile("deep" if deep else "everyday")
 
