@@ -215,7 +215,7 @@ class Policy:
         rules, regions = list[Rule](), list[tuple[str, str]]()
         for line in lines:
             name, defines, region = line.partition(":=")
-            if defines:
+            if defines and name.strip().isidentifier():  # a rule's pattern may end in ":" too
                 regions.append((name.strip(), region.strip()))
                 continue
             kind, colon, rest = line.partition(":")

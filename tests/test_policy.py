@@ -22,6 +22,11 @@ patterns = st.text("abcxyz019_.*?:[]! ", min_size=1, max_size=8).filter(lambda t
 rules = st.builds(Rule, kind=st.sampled_from(KINDS), pattern=patterns, precision=st.sampled_from(RULE_PRECISIONS))
 
 
+def test_a_pattern_that_ends_in_a_colon_defines_no_region():
+    policy = Policy(rules=(Rule(kind="op", pattern=":", precision="low"), Rule(kind="module", pattern="a:", precision="fp32")))
+    assert Policy.parse(str(policy)) == policy
+
+
 @given(
     st.sampled_from(tuple(PRESETS)),
     st.lists(rules, max_size=4),
