@@ -196,10 +196,10 @@ def read(path: Path) -> Iterator[Row]:
         if line.endswith("\n"):
             data = json.loads(line)
             (cls,) = (c for c in _KINDS if c.kind == data["kind"])
-            yield _load(cls, data)
+            yield load(cls, data)
 
 
-def _load(hint: Any, value: Any) -> Any:
+def load(hint: Any, value: Any) -> Any:
     """A value of JSON as what a type hint says: dataclasses, tuples, dicts and unions with None, nested."""
     if get_origin(hint) in (Union, UnionType):
         if value is None:
@@ -207,7 +207,9 @@ def _load(hint: Any, value: Any) -> Any:
         (hint,) = (h for h in get_args(hint) if h is not NoneType)
     if is_dataclass(hint) and isinstance(hint, type):
         hints = get_type_hints(hint)
-        return hint(**{name: _load(hints[name], item) for name, item in value.items()})
+        return hint(**{name: load(hints[name], item) for name, item in value.items()})
+    if get_origin(hint) is dict:
+        return {name: load(get_args(hint)[1], item) for name, item in value.items()}
     if get_origin(hint) is tuple:
-        return tuple(_load(get_args(hint)[0], item) for item in value)
+        return tuple(load(get_args(hint)[0], item) for item in value)
     return value

@@ -284,8 +284,8 @@ class _Planner:
                 return f"a value is {formats.name(tensor.dtype)} in the user's program"
             if type(tensor) not in (FakeTensor, torch.nn.Parameter) or tensor.layout != torch.strided:
                 return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
-        written = self.captured.pinned.get(node.name) if _is_write(node) else None
-        return f"in place: {written}" if written else None
+        written = self.captured.pinned.get(node.name)
+        return f"in place: {written}" if written and capture.writes(node) else None
 
     def _has_kernel(self, op: str | None, low: torch.dtype) -> bool:
         device, name = self.captured.device, formats.name(low)
@@ -450,11 +450,6 @@ def _new_symbols(node: fx.Node, operands: list[fx.Node]) -> bool:
 
     own = free_unbacked_symbols(graph.tensors_of(graph.value_of(node)))
     return bool(own) and bool(own - free_unbacked_symbols([t for x in operands for t in graph.tensors_of(graph.value_of(x))]))
-
-
-def _is_write(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__") or (name.startswith("i") and "operator" in str(node.target))
 
 
 def _retype(value: Any, dtype: torch.dtype) -> Any:

@@ -254,7 +254,7 @@ MUTANTS: Final = (
         ("has a shape that depends on data", 'return "its shape depends on data"'),
         ("holds other floats", 'return f"a value is {formats.name(tensor.dtype)} in the user\'s program"'),
         ("holds more than plain tensors", 'return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"'),
-        ("writes in place", 'return f"in place: {written}" if written else None'),
+        ("writes in place", 'return f"in place: {written}" if written and capture.writes(node) else None'),
     ),
     *(
         Mutant(f"guards: no {name}", "fxamp/guards.py", f"\n    {name},\n", "\n", (GUARDS,))

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from rich.table import Table
 
-from bench.joint import Traffic
-from bench.zoo.measure import Errors, Lower, Result
+from bench.rows import load
+from bench.zoo.measure import Lower, Result
 
 LARGEST_ERROR_RATIO: Final = 1.1
 """Of fxamp's error to autocast's, of outputs and of all gradients."""
@@ -50,17 +50,7 @@ class Row:
 
     @staticmethod
     def from_json(line: str) -> Row:
-        given = json.loads(line)
-        return Row(**{**given, "results": {name: _result(value) for name, value in given["results"].items()}})
-
-
-def _result(given: dict[str, Any]) -> Result:
-    errors, traffic = given.pop("errors"), given.pop("traffic")
-    return Result(
-        **given,
-        errors=None if errors is None else Errors(**{name: tuple(values) for name, values in errors.items()}),
-        traffic=None if traffic is None else Traffic(**traffic),
-    )
+        return load(Row, json.loads(line))
 
 
 def read(path: Path) -> list[Row]:

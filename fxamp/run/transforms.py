@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from fxamp import errors
 
@@ -99,7 +98,7 @@ def _has_tangent(value: object) -> bool:
 
 def _watch(outputs: Any) -> None:
     """Puts a hook on the backward of a compiled graph. It is one node of autograd's, whatever the number of outputs."""
-    for output in tree_leaves(outputs):
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):  # Dynamo's graphs return them flat
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if node is not None and node.name() == "CompiledFunctionBackward":
             node.register_hook(functools.partial(_after_backward, weakref.ref(node)))  # a node that held itself would leak
