@@ -109,10 +109,10 @@ class Rule:
             raise errors.unknown("kind of policy rule", self.kind, KINDS)
         if self.precision not in RULE_PRECISIONS:
             raise errors.unknown(f"precision in the policy rule for {self.pattern!r}", self.precision, RULE_PRECISIONS)
-        if not self.pattern or self.pattern != self.pattern.strip() or set(self.pattern) & set(";="):
+        if not _is_writable(self.pattern):
             raise errors.InvalidOption(
                 f"policy rule {self.kind}:{self.pattern}={self.precision} has a pattern that cannot be written down",
-                way_out="A pattern is not empty, holds no ';' or '=', and neither begins nor ends with a blank",
+                way_out="A pattern is not empty, holds no ';' or '=', does not begin with ':', and has no blank at either end",
             )
 
     def __str__(self) -> str:
@@ -148,6 +148,12 @@ class Rule:
             return False
         below = globs.includes(f"{self.pattern}.*", earlier.pattern)
         return below or globs.includes(self.pattern, f"{earlier.pattern}.")
+
+
+def _is_writable(pattern: str) -> bool:
+    """Does a policy's text hold this pattern as it is? Behind its kind, ":x" would read as an operation: "op::x" is the
+    operation x of a namespace "op"."""
+    return pattern != "" and pattern == pattern.strip() and not pattern.startswith(":") and not set(pattern) & set(";=")
 
 
 def _enclosing(module: str) -> list[str]:
@@ -187,7 +193,7 @@ class Policy:
         object.__setattr__(self, "rules", tuple(self.rules))
         object.__setattr__(self, "regions", tuple(self.regions))
         for name, pattern in self.regions:
-            if not name.isidentifier() or name in KINDS or not pattern.strip() or set(pattern) & set(";="):
+            if not name.isidentifier() or name in KINDS or not _is_writable(pattern):
                 raise errors.InvalidOption(
                     f"region {name!r} = {pattern!r} cannot be written down",
                     way_out="A region has an identifier for a name, which is no kind of rule, and a glob of module paths",

@@ -17,13 +17,13 @@ from fxamp.optable import OpClass
 from fxamp.policy import KINDS, PRESETS, RULE_PRECISIONS
 from tests.programs import Attention, Fn, planned, relative_error, step
 
-names = st.from_regex(r"[a-z]{1,3}", fullmatch=True)
-patterns = st.text("abcxyz019_.*?:[]! ", min_size=1, max_size=8).filter(lambda text: text == text.strip())
+names = st.from_regex(r"[a-z]{1,3}", fullmatch=True).filter(lambda name: name not in KINDS)
+patterns = st.text("abcxyz019_.*?:[]! ", min_size=1, max_size=8).filter(lambda text: text == text.strip() and text[0] != ":")
 rules = st.builds(Rule, kind=st.sampled_from(KINDS), pattern=patterns, precision=st.sampled_from(RULE_PRECISIONS))
 
 
 def test_a_pattern_that_ends_in_a_colon_defines_no_region():
-    policy = Policy(rules=(Rule(kind="op", pattern=":", precision="low"), Rule(kind="module", pattern="a:", precision="fp32")))
+    policy = Policy(rules=(Rule(kind="op", pattern="b:", precision="low"), Rule(kind="class", pattern="a:", precision="fp32")))
     assert Policy.parse(str(policy)) == policy
 
 
@@ -101,6 +101,8 @@ def test_a_modules_rule_leaves_unlisted_operations_alone():
         ("autocast; early:=a; region:earl=bf16; early:=b", errors.InvalidOption, "a region is defined twice"),
         ("autocast; op:=a", errors.InvalidOption, "region 'op' = 'a' cannot be written down"),
         ({"a;b": "bf16"}, errors.InvalidOption, "cannot be written down"),
+        ({":": "bf16"}, errors.InvalidOption, "does not begin with ':'"),
+        ("autocast; op::=low", errors.InvalidOption, "does not begin with ':'"),
         ("autocast; op:softmax", errors.InvalidOption, "Write 'op:softmax=bf16'"),
         ("autocast; layer:x=bf16", errors.UnknownOption, "Known: op, module, class, region"),
         ({"softmax": "int8"}, errors.UnknownOption, "Known: low, fp32, bf16, fp16, keep"),
