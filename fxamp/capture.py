@@ -64,6 +64,9 @@ class Captured:
     pinned: MappingProxyType[str, str] = field(repr=False)
     """Nodes whose storage somebody writes to, or that leaves the graph more than once, with the reason: they keep their
     traced dtype from birth."""
+    hands_on: frozenset[str] = field(repr=False)
+    """Nodes that may return the memory of a cast of an operand: each needs a cast of its own, which nobody else reads or hands
+    out."""
     fresh_outputs: tuple[bool, ...]
     """For each output: does it own its memory, shared with no input and no other output?"""
     narrows: bool
@@ -134,6 +137,7 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
         facts=MappingProxyType(facts),
         roles=MappingProxyType(roles),
         pinned=MappingProxyType(_pinned(nodes, groups, left, in_functorch)),
+        hands_on=frozenset(_hands_on(nodes, facts, groups)),
         fresh_outputs=tuple(all(key not in inputs and left[key] == 1 for key in groups[node]) for node in outputs),
         narrows=any(torch.finfo(dtype).bits < torch.finfo(torch.float32).bits for dtype in floats)
         or any(body.narrows for body in bodies.values()),
@@ -363,18 +367,35 @@ def _versions_at_birth(nodes: Sequence[fx.Node]) -> dict[Hashable, int]:
     return born
 
 
+def _hands_on(
+    nodes: Sequence[fx.Node], facts: dict[str, Facts], groups: dict[fx.Node, frozenset[Hashable]]
+) -> Iterable[str]:
+    """Nodes that return an operand's memory here, or might if the operand were a cast of itself, laid out anew."""
+    for node in nodes:
+        operand_keys = (groups[x] for x in node.all_input_nodes)
+        if node.op in ("call_function", "call_method") and (
+            optable.may_alias(facts[node.name].op) or any(groups[node] & keys for keys in operand_keys)
+        ):
+            yield node.name
+
+
 _BY_STRIDE: Final = frozenset(("as_strided", "set", "storage_offset", "data_ptr", "untyped_storage", "resize"))
 """Operations that read a tensor's memory past its own strides: a cast of it, which may be laid out anew, would not do."""
 
 
 def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str]]:
     """Operands that must be the traced value itself, not a cast of it, with the reason."""
+    name, calls = name_of(node), node.op not in ("placeholder", "get_attr", "output")
     if is_inside_func:
         reason = "used inside a torch.func transform"  # a cast there would belong to a level that its operand is not in
-    elif name_of(node) in _BY_STRIDE:
+    elif name in _BY_STRIDE:
         reason = f"{node.name} reads its memory by stride"
     elif node.target in (torch.autograd.grad, torch.autograd.backward):
         reason = "differentiated by the program"  # a cast of it is a new value, off the path that was recorded
+    elif calls and name not in optable.TABLE and name not in optable.METADATA:
+        # A nested graph was traced for the strides of its operands, a custom operation may have been given them as numbers.
+        reason = f"{node.name} may read its strides, which a cast would change"
+        return [(operand, reason) for operand in node.all_input_nodes if graph.cast_changes_strides(operand)]
     else:
         return ()
     return [(operand, reason) for operand in node.all_input_nodes]

@@ -158,6 +158,13 @@ def memory_of(tensor: torch.Tensor) -> frozenset[Hashable]:
         return frozenset((id(tensor),))  # sparse and the like have no storage; they are never lowered either
 
 
+def cast_changes_strides(node: fx.Node) -> bool:
+    """Would a cast of a node's fp32 tensors lay one of them out anew, since it is not dense?"""
+    plain = (t for t in tensors_of(value_of(node)) if type(t) is FakeTensor and t.layout == torch.strided)
+    floats = (t for t in plain if t.dtype == torch.float32 and not t.is_contiguous())
+    return any(retyped(t, torch.float64).stride() != t.stride() for t in floats)
+
+
 def difference(value: Any, traced: Any, *, format_of: torch.dtype | None = None) -> str | None:
     """Why a computed value is not the traced one; None if it is. Tensors traced in `format_of` may have another format."""
     got, want = tensors_of(value), tensors_of(traced)

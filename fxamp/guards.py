@@ -157,6 +157,15 @@ def _padded(node: fx.Node, found: _Found) -> Known:
     return _moved(node, found) if mode != "constant" else _union([_moved(node, found), _of(value or 0.0, found)])
 
 
+def _with(position: int, name: str, default: Any = None) -> Callable[[fx.Node, _Found], Known]:
+    """Of an operation that puts another operand, or a number, into some places of the first."""
+    return lambda node, found: _union([_moved(node, found), _of(_argument(node, position, name, default), found)])
+
+
+def _looked_up(node: fx.Node, found: _Found) -> Known:
+    return _of(_argument(node, 1, "weight"), found)
+
+
 def _where(node: fx.Node, found: _Found) -> Known:
     # As a method, x.where(condition, other), the condition stands in the middle; it holds bools, and decides nothing.
     sides = [a for a in (*node.args, *node.kwargs.values()) if not _is_bool(a)]
@@ -166,10 +175,6 @@ def _where(node: fx.Node, found: _Found) -> Known:
 def _is_bool(argument: Any) -> bool:
     value = graph.value_of(argument) if isinstance(argument, fx.Node) else None
     return isinstance(value, torch.Tensor) and value.dtype == torch.bool
-
-
-def _masked(node: fx.Node, found: _Found) -> Known:
-    return _union([_moved(node, found), _of(_argument(node, 2, "value"), found)])
 
 
 def _arithmetic(compute: Callable[[float, float], float]) -> Callable[[fx.Node, _Found], Known]:
@@ -248,20 +253,43 @@ def _power(exponent: float | None) -> Callable[[fx.Node, _Found], Known]:
     return rule
 
 
-_MOVES_ALL: Final = frozenset(optable.MOVEMENT.split()) - {"where", "masked_fill", "pad", "tril", "triu", "diag", "getitem"}
+_ADDS_ZEROS: Final = frozenset(("tril", "triu", "diag", "diag_embed", "diagflat", "unfold"))
+"""Movement whose result may hold zeros beside the values of its operand."""
+
+_MIXES: Final[Mapping[str, Callable[[fx.Node, _Found], Known]]] = MappingProxyType(
+    dict.fromkeys(("select_scatter", "slice_scatter", "diagonal_scatter"), _with(1, "src"))
+    | {
+        "where": _where,
+        "masked_fill": _with(2, "value"),
+        "masked_scatter": _with(2, "source"),
+        "index_copy": _with(3, "source"),
+        "pad": _padded,
+        "constant_pad_nd": _with(2, "value", 0.0),
+        "embedding": _looked_up,
+        "getitem": lambda node, found: _moved(node, found) if isinstance(node.args[0], fx.Node) else UNKNOWN,
+    }
+)
+"""Movement whose result holds other values than those of its first operand."""
+
+_FORGETS: Final = frozenset(("cartesian_prod", "repeat_interleave", "max_unpool1d", "max_unpool2d", "max_unpool3d"))
+"""Movement of several operands, or that counts, of which nothing is followed."""
+
+MOVES_ALL: Final = frozenset(optable.MOVEMENT.split()) - _ADDS_ZEROS - _MIXES.keys() - _FORGETS
+"""Movement whose result holds values of its first operand and nothing else."""
 
 _RULES: Final[Mapping[str, Callable[[fx.Node, _Found], Known]]] = MappingProxyType(
-    dict.fromkeys(_MOVES_ALL, _moved)
+    dict.fromkeys(MOVES_ALL, _moved)
+    | dict.fromkeys(_ADDS_ZEROS, _moved_or_zero)
     | dict.fromkeys(("to", "float", "type_as", "type", "_to_copy"), _cast)
     | dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda node, found: _constant(0))
     | dict.fromkeys(("ones", "ones_like", "new_ones"), lambda node, found: _constant(1))
     | dict.fromkeys(("cat", "concat", "concatenate", "stack", "hstack", "vstack"), _joined)
-    | dict.fromkeys(("tril", "triu", "diag"), _moved_or_zero)
     | dict.fromkeys(("clamp", "clip", "clamp_min", "maximum"), _clamped)
     | dict.fromkeys(("tensor", "scalar_tensor"), _literal)
     | dict.fromkeys(("sub", "subtract"), _arithmetic(_sub))
     | dict.fromkeys(("mul", "multiply"), _arithmetic(_mul))
     | dict.fromkeys(("div", "divide", "true_divide"), _arithmetic(_div))
+    | _MIXES
     | {
         "add": _arithmetic(_add),
         "rsub": _arithmetic(_rsub),
@@ -269,10 +297,6 @@ _RULES: Final[Mapping[str, Callable[[fx.Node, _Found], Known]]] = MappingProxyTy
         "full_like": _filled(1),
         "new_full": _filled(2),
         "eye": lambda node, found: Known(values=frozenset((0.0, 1.0)), largest=1.0),
-        "getitem": lambda node, found: _moved(node, found) if isinstance(node.args[0], fx.Node) else UNKNOWN,
-        "pad": _padded,
-        "where": _where,
-        "masked_fill": _masked,
         "sqrt": _power(0.5),
         "rsqrt": _power(-0.5),
         "reciprocal": _power(-1.0),
@@ -400,6 +424,16 @@ def sum_of_a_mean(call: Call) -> str | None:
     return None
 
 
+def squares_of_a_norm(call: Call) -> str | None:
+    """`(x * x).mean(-1)` in a format of smaller range than fp32, where `x.pow(2)`, which is the same, computes in fp32."""
+    if call.op not in ("mul", "multiply") or not _has_small_range(call.low) or len(set(call.node.args)) != 1:
+        return None
+    for user in call.node.users:
+        if call.ops.get(user) in ("sum", "mean"):
+            return f"{user.name} adds it up: squares of a norm, which may be beyond {formats.name(call.low)}"
+    return None
+
+
 def computed_scalar(call: Call) -> str | None:
     """`x / (x.norm() + eps)`: a 0-dim operand decides no format, but is rounded to that of the others inside the operation."""
     if not _has_small_range(call.low):
@@ -420,6 +454,7 @@ GUARDS: Final = (
     operand_below,
     long_reduction,
     sum_of_a_mean,
+    squares_of_a_norm,
     computed_scalar,
 )
 
@@ -498,7 +533,7 @@ def _has_small_range(dtype: torch.dtype) -> bool:
 def _is_computed(node: fx.Node, ops: Ops) -> bool:
     """Does it come from arithmetic in the graph, not from an input (a learned temperature) by way of moves and casts?"""
     while node.op not in ("placeholder", "get_attr"):
-        if ops.get(node) not in _MOVES_ALL and ops.get(node) not in ("to", "float", "type_as") or not node.all_input_nodes:
+        if ops.get(node) not in MOVES_ALL and ops.get(node) not in ("to", "float", "type_as") or not node.all_input_nodes:
             return True
         node = node.all_input_nodes[0]
     return False

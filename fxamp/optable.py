@@ -243,9 +243,9 @@ SEEN_INTO: Final = frozenset(("multi_head_attention_forward", "tensordot", "inne
 """Composites that `rewrite.composites` replaces by their parts before the plan is made, since one class would be wrong for
 some part: products beside a softmax, products behind movement."""
 
-MAY_ALIAS: Final = frozenset((*MOVEMENT.split(), *RANDOM.split(), *CONVERSIONS.split()))
-"""Operations that may return their operand's own memory, depending on strides and arguments: each gets a cast of its own, so
-that nobody else reads what is written through the result."""
+MAY_ALIAS: Final = frozenset(MOVEMENT.split())
+"""Operations that return their operand's own memory or a copy, depending on strides: a cast, which may be laid out anew, can
+turn the copy of the program into its own memory."""
 
 NO_LOW_KERNEL: Final = MappingProxyType(
     {"cpu": frozenset(("avg_pool3d", "adaptive_avg_pool3d", "higher_order::flex_attention"))}
@@ -256,8 +256,13 @@ kernel cannot be followed by the cast back (flex_attention's CPU template)."""
 NEEDS_NATIVE: Final = MappingProxyType({("cpu", "bf16"): frozenset(("lstm",))})
 """(device, format) -> operations whose kernel works only where the hardware computes in that format."""
 
-METADATA: Final = frozenset(("size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "is_contiguous"))
-"""Methods that read a tensor's shape, never its values: they cause no cast."""
+METADATA: Final = frozenset(
+    (
+        *("size", "stride", "numel", "nelement", "dim", "ndimension", "storage_offset", "is_contiguous"),
+        *("sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
+    )
+)
+"""Operations that read a tensor's shape, never its values: they cause no cast."""
 
 SYNONYMS: Final = MappingProxyType(
     {
@@ -307,6 +312,12 @@ HIGHER_ORDER: Final = MappingProxyType(
     }
 )
 """Higher-order operation -> (what happens inside, why). One without a row keeps its traced dtypes, inside and out."""
+
+
+def may_alias(op: str | None) -> bool:
+    """May an operation return the memory of a cast where the program got a copy? So may whatever is not listed: a nested
+    graph, an operation of somebody's own."""
+    return op not in TABLE or op in MAY_ALIAS
 
 
 def classify(op: str | None) -> tuple[OpClass, str]:

@@ -7,6 +7,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from tests.programs import relative_error
@@ -100,15 +101,63 @@ def test_a_copy_stays_a_copy(fn):
         same(fn, x8)
 
 
-def test_two_outputs_do_not_come_to_share_memory():
+def copied_where_nothing_is_lowered(y):
+    with torch.autocast("cpu", enabled=False):
+        return y.contiguous()
+
+
+@torch.library.custom_op("fxamp_tests::rows", mutates_args=())
+def rows(x: torch.Tensor, stride: int) -> torch.Tensor:
+    return torch.as_strided(x, x.shape, (stride, 1)).clone()
+
+
+@rows.register_fake
+def _(x: torch.Tensor, stride: int) -> torch.Tensor:
+    return torch.empty(x.shape)
+
+
+@pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "copy",
+    [
+        copied_where_nothing_is_lowered,
+        lambda y: y.reshape_as(torch.ones(2, 4, dtype=torch.float64)),
+        lambda y: y.type(torch.float32).reshape(-1),
+        lambda y: checkpoint(lambda a: a.contiguous(), y, use_reentrant=False),
+        lambda y: torch.cond(y.sum() > 0, lambda a: a.contiguous(), lambda a: a.clone(), (y,)),
+    ],
+)
+def test_two_outputs_do_not_come_to_share_memory(copy, lower: str):
     def fn(x):
         y = F.linear(x, w)[:, :2]
-        with torch.autocast("cpu", enabled=False):
-            z = y.contiguous()
-        return y, z
+        return y, copy(y)
 
-    y, z = torch.compile(fn, backend=fxamp.Amp(precision="bf16", lower="aot_eager"))(x8)
-    assert y.data_ptr() != z.data_ptr()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        y, z = torch.compile(fn, backend=fxamp.Amp(precision="bf16", lower=lower))(x8)
+        want = fn(x8)
+    assert y.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
+    assert relative_error(y, want[0]) < 3e-2
+    assert relative_error(z, want[1]) < 3e-2
+
+
+def test_strides_given_to_a_custom_operation_as_numbers():
+    def fn(x):
+        y = F.linear(x, w)[:, :2]
+        return rows(y, y.stride(0))
+
+    with torch.no_grad():
+        same(fn, x8)
+
+
+def test_a_table_that_embedding_renormalises():
+    def fn(x, table):
+        early = table @ w  # the same cast would do for both products, were the table not written between them
+        found = F.embedding(torch.arange(4), table, max_norm=0.1)
+        return early, found, table @ w
+
+    with torch.no_grad():
+        same(fn, x8, torch.randn(8, 8))
 
 
 def by_stride(x):
@@ -177,6 +226,14 @@ def test_a_row_that_is_masked_wholly_is_finite(fill):
         return fill(x @ x.mT).softmax(-1) @ torch.arange(4.0)
 
     same(fn, x8.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("fill", [lambda s, v: torch.where(mask, s, v), lambda s, v: s.masked_fill(~mask, v)])
+def test_a_single_number_that_is_put_in_keeps_its_format(fill):
+    def fn(x, lowest):
+        return fill(x @ x.mT, lowest).softmax(-1)
+
+    same(fn, x8, torch.tensor(LOWEST))
 
 
 def test_a_padding_value_beyond_the_format():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from unittest import mock
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fxamp
-from fxamp import guards, plan
+from fxamp import capture, guards, plan
 from fxamp.guards import Known
 from fxamp.policy import Policy
 from tests.programs import Fn, captured_of, decisions, planned, relative_error
@@ -85,6 +86,9 @@ def low(x: torch.Tensor) -> torch.Tensor:
          "long_reduction"),
         # a mean written as sum / length
         (lambda x: low(x * 2e4).sum(-1) / 8, ONES, {"sum": "low"}, "fp16", "sum_of_a_mean"),
+        # a norm written as the root of a mean of squares
+        (lambda x: low(x * 300) * torch.rsqrt((lambda y: y * y)(low(x * 300)).mean(-1, keepdim=True) + 1e-6), ONES, {}, "fp16",
+         "squares_of_a_norm"),
     ],
 )  # fmt: skip
 def test_without_the_guard_it_is_wrong(fn, x, policy, precision, guard):
@@ -269,6 +273,50 @@ def test_what_is_known_is_true():
             num_known += 1
             assert {v for v in actual.flatten().tolist() if not math.isnan(v)} <= set(values), node.name
     assert num_known > 0.8 * len(outputs)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda zeros, x: torch.slice_scatter(zeros, x[:1], 0, 0, 1),
+        lambda zeros, x: torch.select_scatter(zeros, x[0], 0, 0),
+        lambda zeros, x: torch.diagonal_scatter(zeros, x[:, 0]),
+        lambda zeros, x: zeros.index_copy(0, torch.tensor([0]), x[:1]),
+        lambda zeros, x: zeros.masked_scatter(x > 0, x),
+        lambda zeros, x: zeros.where(x < 0.5, x),
+        lambda zeros, x: F.embedding(torch.zeros(2, dtype=torch.long), x),
+        lambda zeros, x: torch.constant_pad_nd(zeros[:, :4], (0, 4), 1e6),
+        lambda zeros, x: torch.cartesian_prod(zeros[0], x[0])[:8].t(),
+    ],
+)
+def test_a_value_put_into_zeros_is_not_taken_for_zero(fn):
+    program = lambda x: low(x) + fn(torch.zeros(2, 8), x * 1e6)  # noqa: E731
+    out, gradient = run(program, ONES, {}, "fp16")
+    want = result_and_gradient(program, ONES)
+    assert error(out, want[0]) < 1e-3
+    assert error(gradient, want[1]) < 1e-3
+
+
+def test_movement_holds_values_of_its_first_operand_alone():
+    """Over PyTorch's own samples: filled with 3, whatever else there is with 7, the result is 3 throughout."""
+    from tests.ops.sweep import Program, database
+
+    seen = set[str]()
+    for info in database().values():
+        name = capture.canonical(info.name)
+        if name not in guards.MOVES_ALL:
+            continue
+        for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 3):
+            if not isinstance(sample.input, torch.Tensor):
+                continue
+            program = Program.of(info, sample)
+            fills = [torch.full_like(x, 7.0) for x in program.inputs]
+            fills[0] = torch.full_like(fills[0], 3.0)
+            result = program.call(fills)
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                seen.add(name)
+                assert result.unique().tolist() in ([3.0], []), name
+    assert len(seen) > 50
 
 
 def test_memory_that_is_written_is_not_known():

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+from fxamp import optable
 from fxamp.optable import OpClass
 from tests.programs import Fn, decisions, planned
 
@@ -94,6 +97,16 @@ def test_a_dtype_argument_is_an_observable():
     assert (d.cls, d.why) == (OpClass.KEEP, "names a dtype")
 
 
+def test_what_writes_into_out_is_kept_and_says_so():
+    d = decisions(lambda a: torch.matmul(a, a, out=torch.empty(4, 4)), x)["matmul"]
+    assert (d.computes, d.why) == ("fp32", "writes into out=")
+
+
+def test_what_is_more_than_a_plain_tensor_is_kept():
+    d = decisions(lambda a: (TwoTensor(a, a) @ TwoTensor(a, a)).a, x)["matmul"]
+    assert (d.cls, d.why) == (OpClass.KEEP, "a value is a TwoTensor with layout torch.strided")
+
+
 def test_what_is_written_is_fp32_from_birth():
     def fn(a):
         b = a @ a
@@ -114,10 +127,19 @@ def test_outputs_go_back_to_their_traced_dtypes():
 def test_sizes_cause_no_cast():
     def fn(a):
         b = a @ a
-        return b.view(b.size(0) * 2, -1)
+        return b[b[:, 0] > 0].sum(0) * b[b[:, 0] > 0].size(0)  # a size that only the running graph knows
 
-    _, made = planned(torch.compile(fn, backend="eager", dynamic=True) and fn, x)
-    assert all(d.operands == (None,) for d in made.decisions.values() if d.op in ("size", "numel"))
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        _, made = planned(fn, x)
+    sizes = [d for d in made.decisions.values() if d.op in optable.METADATA]
+    assert sizes
+    assert all(not any(d.operands) and d.why == "reads the shape alone" for d in sizes)
+
+
+def test_under_ambient_autocast_every_operation_says_so():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        d = decisions(lambda a: (a @ a).relu(), x)
+    assert all(made.why.startswith("ambient autocast (cpu: bfloat16) decides here") for made in d.values())
 
 
 def test_an_operation_that_refuses_is_kept():

@@ -20,8 +20,13 @@ def layout(value: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_output(node: fx.Node) -> bool:
-    """Does a value leave the graph, so that somebody may see whose memory it lies in?"""
-    return any(user.op == "output" for user in node.users)
+    """Does a value, or a view of it, leave the graph, so that somebody may see whose memory it lies in?"""
+    return any(user.op == "output" or (is_view(user) and is_output(user)) for user in node.users)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does an operation give its operand's own memory?"""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def can_stand_for(node: fx.Node, value: torch.Tensor) -> bool:

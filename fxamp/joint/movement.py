@@ -155,7 +155,7 @@ def _call(move: fx.Node, value: Any) -> Any | None:
     """What a move gives for another operand; None where the operand's strides do not allow it."""
     try:
         return graph.call_on_fakes(move, [value])
-    except RuntimeError:  # a view that the strides do not allow
+    except (RuntimeError, ValueError):  # a view that the strides do not allow
         return None
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxamp import graph, ops
+from fxamp.joint.layout import is_view
 from fxamp.passes import Change
 
 
@@ -74,11 +75,7 @@ def _readers(value: fx.Node) -> Iterator[fx.Node]:
     for user in list(value.users):
         if user.op != "call_function":
             continue
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
         elif graph.tensors_of(graph.value_of(user)):
             yield user
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxamp import graph, optable
+from fxamp import graph
 from fxamp.capture import Captured
 from fxamp.passes import Change
 from fxamp.plan import Decision, Plan
@@ -36,7 +35,7 @@ class LowerOperations:
 
 def _lower(gm: fx.GraphModule, captured: Captured, plan: Plan) -> int:
     """Carries out a plan and those of the graphs nested inside, and returns how many nodes were added."""
-    editor = _Editor(plan, captured.pinned)
+    editor = _Editor(plan, captured)
     for node in list(gm.graph.nodes):
         decision = plan.decisions.get(node.name)
         if decision is not None:
@@ -51,8 +50,8 @@ def _lower(gm: fx.GraphModule, captured: Captured, plan: Plan) -> int:
 class _Editor:
     """Edits one graph. A cast of a pinned node, whose memory is written, is a snapshot and never shared."""
 
-    def __init__(self, plan: Plan, pinned: Iterable[str]) -> None:
-        self.plan, self.snapshots = plan, set(pinned)
+    def __init__(self, plan: Plan, captured: Captured) -> None:
+        self.plan, self.hands_on, self.snapshots = plan, captured.hands_on, set(captured.pinned)
         self.shared: dict[tuple[fx.Node, torch.dtype, int, bool], fx.Node] = {}
         self.num_added = 0
 
@@ -110,19 +109,15 @@ class _Editor:
             cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
             return cast if isinstance(held, list) else tuple(cast)
         key = (value, dtype, mode_index, saturates)
-        if key in self.shared and self._may_share(user):
+        may_share = user.name not in self.hands_on and value.name not in self.snapshots
+        if key in self.shared and may_share:
             return self.shared[key]
         source = graph.insert_saturation(value, dtype, before=user) if saturates else value
         made = graph.insert_cast(source, dtype, before=user, why=why, where=where)
         self.num_added += 1
-        if self._may_share(user) and value.name not in self.snapshots:
+        if may_share:
             self.shared[key] = made
         return made
-
-    def _may_share(self, user: fx.Node) -> bool:
-        """False for a user that may hand on the cast's own memory, or whose result is written."""
-        decision = self.plan.decisions.get(user.name)
-        return user.name not in self.snapshots and (decision is None or decision.op not in optable.MAY_ALIAS)
 
     def _part(self, value: fx.Node, index: int, user: fx.Node) -> fx.Node:
         self.num_added += 1

@@ -141,13 +141,12 @@ def _obstacle(
     node: fx.Node, group: list[fx.Node], position: Mapping[fx.Node, int], modes: Mapping[fx.Node, int]
 ) -> str | None:
     """Why somebody could tell an in-place operation from its ordinary form; None if nobody can."""
-    first = node.all_input_nodes[0]
-    if graph.storages(first) != graph.storages(node):
-        return "its result does not lie in its first operand's memory"
+    if capture.name_of(node) is None:
+        return "it is not an operation of torch's, and may mean something else by inplace"
     if any(type(t) is not FakeTensor for n in node.all_input_nodes for t in graph.tensors_of(graph.value_of(n))):
         return "a value is more than a plain tensor"
-    if len({t.dtype for n in group for t in graph.tensors_of(graph.value_of(n))}) > 1 or len(graph.storages(node)) != 1:
-        return "its memory is read as another dtype, or holds several tensors"
+    if len(graph.storages(node)) != 1:
+        return "its result is not one tensor"
     for member in group:
         if member.op in ("placeholder", "get_attr"):
             return f"it writes to {member.name}, which is not the graph's own"

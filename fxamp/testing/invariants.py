@@ -391,9 +391,8 @@ def _origin(node: fx.Node) -> fx.Node:
 
 def _may_alias(state: Rewrite, cast: fx.Node) -> bool:
     """Is the cast read by an operation that may hand on its memory, so that it must be read by that one alone?"""
-    facts = [state.captured.facts.get(user.name) for user in cast.users]
-    is_written = any(user.name in state.captured.pinned for user in cast.users)
-    return is_written or any(f is None or f.op in optable.MAY_ALIAS for f in facts)
+    captured = state.captured
+    return any(user.name in captured.hands_on or user.name not in captured.facts for user in cast.users)
 
 
 def _same_dtypes(state: Rewrite, invariant: str, node: str, what: str, before: fx.Node, after: fx.Node) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fxamp
 from fxamp import graph
@@ -89,13 +90,33 @@ def copied(x):
     return y.copy_(x) * 2
 
 
-@pytest.mark.parametrize("fn", [read_again, view_read_again, base_read_again, input_written, wider_operand, copied])
+def drawn(x):
+    y = x - x
+    return y.bernoulli_() * 0  # y.bernoulli() would draw with the probabilities that y holds
+
+
+@torch._dynamo.allow_in_graph
+def written_and_doubled(x, inplace=False):
+    return (x.add_(1) if inplace else x) * 2
+
+
+def users_function(x):
+    return written_and_doubled(x.exp(), inplace=True)
+
+
+def more_than_a_tensor(x):
+    y = TwoTensor(x, x) * 2
+    return y.mul_(3).a * 2
+
+
+@pytest.mark.parametrize("fn", [read_again, view_read_again, base_read_again, input_written, wider_operand, copied, drawn,
+                                users_function, more_than_a_tensor])  # fmt: skip
 def test_what_somebody_could_tell_is_kept(fn):
     x = torch.randn(3, 4)
     want = fn(x.clone())
     gm, change = normalized(fn, x.clone())
     assert change.num_marked == 0
-    if fn is not copied:
+    if fn not in (copied, drawn):
         assert change.kept[0].reason
         assert change.kept[0].where.startswith("test_out_of_place.py:")
     assert torch.equal(gm(x.clone())[0], want)
