@@ -275,7 +275,8 @@ class _Planner:
         if not self._has_kernel(facts.op, low):
             return f"has no {formats.name(low)} kernel on {self.captured.device.type}"
         if graph.storages(node) & frozenset(key for x in operands for key in graph.storages(x)) and cls is OpClass.LOW:
-            return "is a view here"
+            written = self.captured.pinned.get(node.name)
+            return f"in place: {written}" if written else "is a view here"
         if _new_symbols(node, operands):
             return "its shape depends on data"
         tensors = [t for x in (*operands, node) for t in graph.tensors_of(graph.value_of(x))]
@@ -284,8 +285,7 @@ class _Planner:
                 return f"a value is {formats.name(tensor.dtype)} in the user's program"
             if type(tensor) not in (FakeTensor, torch.nn.Parameter) or tensor.layout != torch.strided:
                 return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
-        written = self.captured.pinned.get(node.name)
-        return f"in place: {written}" if written and capture.writes(node) else None
+        return None
 
     def _has_kernel(self, op: str | None, low: torch.dtype) -> bool:
         device, name = self.captured.device, formats.name(low)

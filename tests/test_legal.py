@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fxamp import errors, graph, legal, passes
 from fxamp.passes import Change
@@ -40,6 +41,27 @@ def test_a_recorded_value_that_is_not_the_computed_one_is_found():
     cast = next(n for n in gm.graph.nodes if graph.own_cast(n) is not None)
     graph.set_value(cast, graph.value_of(cast).view(4))
     with pytest.raises(errors.IllegalGraph, match=r"recorded as torch.bfloat16\[4\], is torch.bfloat16\[2, 2\]"):
+        check(gm)
+
+
+def test_a_cast_in_a_nested_graph_is_looked_at():
+    def fn(a):
+        return checkpoint(lambda b: (b @ b).exp(), a, use_reentrant=False)
+
+    captured, _ = planned(fn, torch.rand(2, 2))
+    gm, check = rewritten(fn, torch.rand(2, 2)), legal.checker(legal.REWRITTEN, captured.gm)
+    check(gm)
+    cast = next(n for n in graph.all_of(gm)[1].graph.nodes if graph.own_cast(n) is not None)
+    graph.set_value(cast, graph.value_of(cast).to(torch.float16))
+    with pytest.raises(errors.IllegalGraph, match="casts torch.float32 to torch.bfloat16 but claims torch.float16"):
+        check(gm)
+
+
+def test_a_value_that_is_read_before_it_is_made_is_found():
+    gm, check = gm_and_check()
+    cast = next(n for n in gm.graph.nodes if graph.own_cast(n) is not None)
+    gm.graph.output_node().prepend(cast)
+    with pytest.raises(RuntimeError, match="before it has been defined"):
         check(gm)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
@@ -97,13 +99,38 @@ def test_a_dtype_argument_is_an_observable():
     assert (d.cls, d.why) == (OpClass.KEEP, "names a dtype")
 
 
+def test_what_follows_and_is_written_computes_in_fp32():
+    def fn(a):
+        b = a @ a + 257.0  # which bf16 does not hold
+        b[0] = 1.0
+        return b
+
+    d = decisions(fn, x)["add"]
+    assert (d.computes, d.result) == ("fp32", None)
+    assert "its memory is written" in d.why
+
+
+def test_a_product_written_in_place_is_kept_and_says_so():
+    def fn(a):
+        b = a.exp()
+        early = b * 2
+        b.addmm_(a, a)
+        return early, b
+
+    assert decisions(fn, x)["addmm"].why.startswith("in place: its memory is written")
+
+
 def test_what_writes_into_out_is_kept_and_says_so():
     d = decisions(lambda a: torch.matmul(a, a, out=torch.empty(4, 4)), x)["matmul"]
     assert (d.computes, d.why) == ("fp32", "writes into out=")
 
 
 def test_what_is_more_than_a_plain_tensor_is_kept():
-    d = decisions(lambda a: (TwoTensor(a, a) @ TwoTensor(a, a)).a, x)["matmul"]
+    def fn(a):
+        both: Any = TwoTensor(a, a)
+        return (both @ both).a
+
+    d = decisions(fn, x)["matmul"]
     assert (d.cls, d.why) == (OpClass.KEEP, "a value is a TwoTensor with layout torch.strided")
 
 

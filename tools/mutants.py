@@ -245,11 +245,10 @@ MUTANTS: Final = (
         ("names a dtype", 'return "names a dtype"'),
         ("contracts nothing", 'return "contracts nothing: it only moves or multiplies values"'),
         ("has no low kernel", 'return f"has no {formats.name(low)} kernel on {self.captured.device.type}"'),
-        ("is a view", 'return "is a view here"'),
+        ("is a view, or writes in place", 'return f"in place: {written}" if written else "is a view here"'),
         ("has a shape that depends on data", 'return "its shape depends on data"'),
         ("holds other floats", 'return f"a value is {formats.name(tensor.dtype)} in the user\'s program"'),
         ("holds more than plain tensors", 'return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"'),
-        ("writes in place", 'return f"in place: {written}" if written and capture.writes(node) else None'),
     ),
     *(
         Mutant(f"guards: no {name}", "fxamp/guards.py", f"\n    {name},\n", "\n", (GUARDS,))

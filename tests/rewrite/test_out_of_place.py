@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def users_function(x):
 
 
 def more_than_a_tensor(x):
-    y = TwoTensor(x, x) * 2
+    y: Any = TwoTensor(x, x) * 2
     return y.mul_(3).a * 2
 
 
