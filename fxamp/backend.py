@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fxamp import capture, errors, formats, graph, instances, legal, ops, passes, plan, rewrite
+from fxamp import capture, errors, formats, graph, instances, legal, ops, passes, plan, rewrite, scaling
 from fxamp.capture import Captured
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
@@ -21,8 +21,9 @@ from fxamp.explain.report import Report
 from fxamp.joint.record import JointRecord
 from fxamp.options import Options
 from fxamp.plan import Plan
-from fxamp.run import cuda_graphs, transforms
+from fxamp.run import cuda_graphs, skipping, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
+from fxamp.run.scaler import Scaler, SteppedSchedule
 
 Compiled = Callable[..., Any]
 __version__: Final = "0.1.0.dev0"
@@ -48,6 +49,8 @@ class Amp:
         self._graphs: list[GraphRecord] = []
         self._notes: list[str] = []
         self._num_fallbacks = 0
+        config = scaling.resolve(self.options.scaling, self.options.precision)
+        self._scaler = None if config is None else Scaler(config, self.options.process_group, self._note)
         transforms.refuse_around(self)
         self._warned_of_idle_rules = False
 
@@ -74,7 +77,7 @@ class Amp:
         try:
             return self._compile(gm, example_inputs, chosen)
         except Exception as error:
-            if untouched is None or isinstance(error, (errors.CudaGraphsUnavailable, errors.RuleOutOfReach)):
+            if untouched is None or isinstance(error, (errors.CudaGraphsUnavailable, errors.RuleOutOfReach, errors.CannotScale)):
                 raise
             self._num_fallbacks += 1
             self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
@@ -108,8 +111,9 @@ class Amp:
         keeps_roundings = captured.narrows and options.numerics == "eager"
         if keeps_roundings:
             notes += ("the program holds floats narrower than fp32: Inductor is asked to keep their roundings",)
+        scaler = self._scaler if captured.trains else None
         run, joint_record = _lower(
-            graph.clone(rewritten), example_inputs, captured, made, options, replay, keeps_roundings
+            graph.clone(rewritten), example_inputs, captured, made, options, replay, keeps_roundings, scaler
         )
         record = VariantRecord(
             precision=precision,
@@ -163,18 +167,73 @@ class Amp:
         )
 
     # ---- training -------------------------------------------------------------------------------------------------------
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets `optimizer.step()` skip steps whose gradients overflowed.
+    def attach(self, optimizer: torch.optim.Optimizer, *, route: str = "auto") -> None:
+        """Lets `optimizer.step()` leave out the steps whose gradients overflowed, bit for bit, parameters and state.
 
-        Only loss scaling makes gradients overflow that would not have without fxamp, and no precision of this version scales:
-        so there is nothing to skip, and nothing is changed about the optimizer.
+        `optimizer.step()` stays the call it was. Without loss scaling there is nothing to leave out, and nothing changes.
 
-        Raises: InvalidOption for what is no optimizer.
+        Args: route: how, see docs/scaling.md: "fused", "select" and "wait", of which the last one waits for the device, once a
+        step; "auto" takes the first of them that the optimizer allows.
+        Raises: InvalidOption for what is no optimizer; UnknownOption for a route that does not exist; CannotSkip for an
+        optimizer, or a route, with which no step can be left out; CannotScale for fp16 parameters.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"attach() was given a {type(optimizer).__name__}", way_out="Give it the torch.optim.Optimizer itself"
             )
+        if self._scaler is not None:
+            self._scaler.attach(optimizer, route)
+
+    @property
+    def loss_scale(self) -> torch.Tensor:
+        """The loss scale, fp32 [], on the device of the first graph or optimizer. A copy; nothing waits.
+
+        Raises: NeedsScaling where gradients are not scaled, here and below.
+        """
+        return self._scaling.state().scale.clone()
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """Optimizer steps left out so far, int64 [], on the device. A copy; nothing waits."""
+        return self._scaling.state().num_skipped.long()
+
+    def read_loss_scale(self) -> float:
+        """The loss scale, on the host. Waits for the device."""
+        return float(self.loss_scale)
+
+    def read_skipped_steps(self) -> int:
+        """Optimizer steps left out so far, on the host. Waits for the device."""
+        return int(self.skipped_steps)
+
+    def when_stepped(self, schedule: Any) -> SteppedSchedule:
+        """A learning-rate scheduler of torch's, whose `step()` does nothing after an optimizer step that was left out.
+
+        The host learns of it `LAG_STEPS` (8) steps later on an accelerator, at once on the CPU, and never waits for the last
+        step: until then the schedule is ahead by one, then it stands still for one.
+
+        Raises: InvalidOption if the scheduler's optimizer is not attached.
+        """
+        return self._scaling.when_stepped(schedule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as Python numbers: {"scaling": ...}, empty without scaling. Waits for the device."""
+        return {} if self._scaler is None else {"scaling": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict()`, or from the state of a `torch.amp.GradScaler`.
+
+        Raises: InvalidOption for a state that is neither; NeedsScaling where gradients are not scaled, and the state's are.
+        """
+        if state:
+            self._scaling.load_state_dict(state.get("scaling", state))
+
+    @property
+    def _scaling(self) -> Scaler:
+        if self._scaler is None:
+            raise errors.NeedsScaling(
+                f"{self} scales no gradients", way_out="precision='fp16' does, and scaling='dynamic' in any precision"
+            )
+        return self._scaler
 
 
 # ---- the arrows, between this module and the stages -----------------------------------------------------------------------
@@ -199,9 +258,17 @@ def _lower(
     options: Options,
     replay: CudaGraphs,
     keeps_roundings: bool,
+    scaler: Scaler | None,
 ) -> tuple[Compiled, JointRecord]:
     from fxamp import joint, lower  # Inductor takes a second to import; only compiling needs it
 
+    slots = tuple(captured.differentiable)
+    is_parameter = [captured.roles[node.name] == "parameter" for node in captured.differentiable.values()]
+    if scaler is not None:
+        _refuse_half_parameters(captured)
+        extra = scaler.inputs(len(slots), captured.device)
+        first = graph.append_inputs(gm, dict(zip(("loss_scale", "probe"), extra, strict=True)))
+        example_inputs = [*example_inputs, *graph.like_examples(extra, example_inputs)]
     settings = lower.Settings(
         lower=options.lower,
         mode=options.mode,
@@ -210,10 +277,23 @@ def _lower(
         keeps_roundings=keeps_roundings,
         tf32=made.variant == "tf32",
         relaxed=joint.relaxed(options.relaxed, made.low),
+        scaling=None if scaler is None else joint.ScaleGradients(scale=first, probe=first + 1, slots=slots),
     )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
+    if scaler is not None:
+        run = scaler.around(run, slots, is_parameter, captured.device)
     return transforms.guarded(run), program.record
+
+
+def _refuse_half_parameters(captured: Captured) -> None:
+    half = [
+        node.name
+        for node in captured.differentiable.values()
+        if captured.roles[node.name] == "parameter" and graph.value_of(node).dtype == torch.float16
+    ]
+    if half:
+        raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0]} for one,")
 
 
 def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -92,6 +92,12 @@ class Captured:
         return [node for node in self.gm.graph.nodes if path in graph.bodies(node)]
 
     @property
+    def differentiable(self) -> dict[int, fx.Node]:
+        """The inputs that require gradients, by position."""
+        inputs = enumerate(self.gm.graph.find_nodes(op="placeholder"))
+        return {i: node for i, node in inputs if any(t.requires_grad for t in graph.tensors_of(graph.value_of(node)))}
+
+    @property
     def num_nodes(self) -> int:
         return len(self.gm.graph.nodes)
 

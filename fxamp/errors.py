@@ -60,6 +60,22 @@ class SecondOrder(FxampError, RuntimeError):
     """A compiled graph was differentiated twice, or in forward mode, which AOTAutograd cannot do."""
 
 
+class CannotScale(FxampError, RuntimeError):
+    """Gradients of a graph, or the parameters of an optimizer, are of a kind that loss scaling cannot protect."""
+
+
+class NeedsScaling(FxampError, RuntimeError):
+    """Something about loss scaling was asked of an Amp that scales nothing."""
+
+
+class CannotSkip(FxampError, RuntimeError):
+    """An optimizer whose step cannot be left out."""
+
+
+class ScaleAtFloor(FxampError, RuntimeError):
+    """Gradients overflow although the loss scale is as low as it goes: the cause is not the scale."""
+
+
 class NeedsCaptured(FxampError, LookupError):
     """Something about a graph was asked for that is not on record (nothing compiled yet, or no such stage)."""
 

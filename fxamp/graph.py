@@ -18,6 +18,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+from torch._guards import detect_fake_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -333,6 +334,36 @@ def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *
         made = before.graph.node_copy(node, lambda operand: changed.get(operand, operand))
     made.meta = {**node.meta, "val": value}
     return made
+
+
+def append_inputs(gm: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> int:
+    """Adds inputs behind the last one of a Dynamo graph, which no operation reads yet, for tensors like these, whose memory
+    stays where it is from call to call. Returns the position of the first."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    fakes = [t for node in inputs for t in tensors_of(value_of(node)) if isinstance(t, FakeTensor)]
+    last = inputs[-1]
+    for name, value in values.items():
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(name)
+        last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
+        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        last.meta["example_value"] = fakes[0].fake_mode.from_tensor(value, static_shapes=True)
+    return len(inputs)
+
+
+def like_examples(tensors: Sequence[torch.Tensor], examples: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Real tensors as Dynamo would hand them over beside these examples, which are fake under DDP."""
+    mode = detect_fake_mode(list(examples))
+    return tensors if mode is None else [mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+def insert_backward(target: Callable[..., Any], args: tuple[Any, ...], *, before: fx.Node, name: str | None = None) -> fx.Node:
+    """Puts a call that belongs to the backward in front of `before` in a joint graph."""
+    with before.graph.inserting_before(before):
+        node = before.graph.create_node("call_function", target, args, name=name)
+    node.meta["partitioner_tag"] = "is_backward"
+    node.meta["val"] = call_on_fakes(node, [value_of(x) for x in operands(node)])
+    return node
 
 
 def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:

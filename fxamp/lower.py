@@ -41,6 +41,8 @@ class Settings:
     """Do fp32 matrix products and convolutions run as TF32, in this graph alone?"""
     relaxed: tuple[Pass, ...] = ()
     """Passes that change numerics and were asked for."""
+    scaling: Pass | None = None
+    """The pass that scales gradients. It runs after all others: they see no arithmetic but the program's."""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -111,7 +113,12 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
     def end(gm: fx.GraphModule) -> None:
         record.casts = graph.own_casts(gm)
 
-    return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), (end, "end")]
+    def scale(gm: fx.GraphModule) -> None:
+        assert settings.scaling is not None
+        record.changes += passes.run(gm, (settings.scaling,), lambda scaled: legal.checker(legal.JOINT, scaled)(scaled))
+
+    last = [(scale, passes.key(settings.scaling))] if settings.scaling is not None else []
+    return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), *last, (end, "end")]
 
 
 # ---- looking at joint graphs ----------------------------------------------------------------------------------------------

@@ -28,6 +28,54 @@ ROUND_TO: Final = torch.ops.fxamp.round_to.default
 """What a graph calls."""
 
 
+# ---- what overflowed -----------------------------------------------------------------------------------------------------
+torch.library.define("fxamp::largest", "(Tensor[] gradients, int[] slots, int num_slots) -> Tensor")
+
+
+@torch.library.impl("fxamp::largest", "CompositeExplicitAutograd")
+def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
+    """The largest magnitude among the numbers of each gradient, inf or NaN where it holds one.
+
+    One call for all of them, which no compiler sees into: what it reads lies in memory, rounded and overflowed.
+
+    Args: gradients: floating or complex, of any shape; slots: for each, where in the result it goes, several to one if need be.
+    Returns: fp32 [num_slots], 0 in slots without a gradient.
+    """
+    device = gradients[0].device
+    found: dict[int, Tensor] = {}
+    parts = [(slot, _numbers(x)) for slot, x in zip(slots, gradients, strict=True)]
+    parts = [(slot, x) for slot, x in parts if x.numel() > 0]
+    norms: list[Tensor] = torch._foreach_norm([x for _, x in parts], math.inf) if parts else []
+    for (slot, _), norm in zip(parts, norms, strict=True):
+        value = _to_fp32(norm).to(device, non_blocking=True)
+        found[slot] = torch.maximum(found[slot], value) if slot in found else value
+    zero = torch.zeros((), device=device)
+    return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
+
+
+@torch.library.register_fake("fxamp::largest")
+def _(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
+    return gradients[0].new_empty((num_slots,), dtype=torch.float32)
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """The real numbers that a tensor stores."""
+    x = x.coalesce().values() if x.is_sparse else x
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _to_fp32(x: Tensor) -> Tensor:
+    """Finite numbers stay finite: what fp64 holds may be beyond fp32."""
+    if x.dtype != torch.float64:
+        return x.float()
+    limit = torch.finfo(torch.float32).max
+    return torch.where(x.isinf(), x, x.clamp(max=limit)).float()
+
+
+LARGEST: Final = torch.ops.fxamp.largest.default
+"""What a graph calls."""
+
+
 # ---- attention ----------------------------------------------------------------------------------------------------------
 # Shapes: B batch dimensions (any number, heads among them), L queries, S keys, E and V sizes of a head.
 torch.library.define(

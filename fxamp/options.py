@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
-from fxamp import errors, formats
+from fxamp import errors, formats, scaling
 from fxamp.policy import Policy
+from fxamp.scaling import DynamicScale, StaticScale
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Inductor's modes, as torch.compile documents them."""
@@ -41,9 +42,9 @@ class Options:
     without a rule, not yet."""
     scheduler: object | None = None
     """Any object with `decide(signal, state)`. Not yet."""
-    scaling: str | float | None = "auto"
-    """Loss scaling: "auto" is dynamic where a precision is fp16, else none. Only "auto" (without fp16) and None yet; None with
-    fp16 trains without protection, and is the user's explicit choice."""
+    scaling: str | float | DynamicScale | StaticScale | None = "auto"
+    """Loss scaling: "auto" is "dynamic" where a precision is fp16, else None. "dynamic" is `DynamicScale()`, a float a scale
+    that stays. None with fp16 trains without protection, and is the user's explicit choice."""
     on_overflow: str = "skip"
     """What an overflowed step does: "skip" or "retry". Only "skip" yet."""
     relaxed: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Options:
     """What an internal failure of fxamp does: "raise" a typed error, or compile the "eager", untouched graph, count it in the
     report, and warn once."""
     process_group: object | None = None
-    """Ranks that must agree on skips and precision; None is the default group. Only None yet."""
+    """The `torch.distributed` group whose ranks skip a step together; None is the default group, if there is one."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", Policy.of(self.policy).with_regions(self.regions or {}))
@@ -130,8 +131,14 @@ def _check_choices(options: Options) -> None:
             f"both precision={options.precision!r} and ladder={options.ladder!r} are given",
             way_out="A ladder names all precisions: leave precision out",
         )
-    if not (options.scaling is None or options.scaling in ("auto", "dynamic") or isinstance(options.scaling, float)):
-        raise errors.unknown("scaling", options.scaling, ("'auto'", "'dynamic'", "a float", "None"))
+    known = options.scaling in ("auto", "dynamic", None)
+    if not (known or isinstance(options.scaling, (float, DynamicScale, StaticScale))):
+        raise errors.unknown("scaling", options.scaling, ("'auto'", "'dynamic'", "a float", "a DynamicScale", "None"))
+    if options.lower == "eager" and scaling.resolve(options.scaling, options.precision) is not None:
+        raise errors.InvalidOption(
+            "gradients are scaled in the joint graph, and lower='eager' has none",
+            way_out="Use lower='inductor' or 'aot_eager', or scaling=None",
+        )
     if options.lower != "inductor" and options.mode is not None:
         raise errors.InvalidOption(
             f"mode={options.mode!r} is Inductor's, and lower={options.lower!r} does not use it",
@@ -147,19 +154,11 @@ def _check_choices(options: Options) -> None:
 def _check_landed(options: Options) -> None:
     if options.precision == "fp8":
         raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
-    if options.precision == "fp16" and options.scaling is not None:
-        raise errors.not_yet(
-            "precision",
-            "fp16",
-            "It needs loss scaling, which has not landed. Use 'bf16', or say scaling=None to run fp16 unprotected "
-            "(inference, or gradients that you know to be in range)",
-        )
     landed: dict[str, tuple[object, str]] = {
         "ladder": (None, "Give one precision"),
         "scheduler": (None, "Give one precision"),
         "on_overflow": ("skip", "Leave it out"),
         "stats": (None, "Leave it out"),
-        "process_group": (None, "Leave it out"),
     }
     for name, (value, instead) in landed.items():
         if getattr(options, name) != value:
@@ -172,7 +171,3 @@ def _check_landed(options: Options) -> None:
                 options.regions,
                 f"Regions change no precision on their own: add a rule, policy={{'region:{name}': 'fp32'}}",
             )
-    if options.scaling not in ("auto", None):
-        raise errors.not_yet("scaling", options.scaling, "Leave it out, or say scaling=None")
-
-

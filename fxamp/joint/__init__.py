@@ -17,6 +17,7 @@ from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
 from fxamp.joint.min_cut import MinCut
 from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
+from fxamp.joint.scale import ScaleGradients as ScaleGradients
 from fxamp.passes import Pass
 
 

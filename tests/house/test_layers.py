@@ -22,6 +22,7 @@ LEVELS = MappingProxyType(
         "tf32": 1,
         "ops": 1,
         "_patches": 1,
+        "scaling": 1,
         "policy": 2,
         "graph": 2,
         "options": 3,

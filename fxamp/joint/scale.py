@@ -1,0 +1,140 @@
+"""Loss scaling in the joint graph: the program sees true gradients, the backward computes with scaled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    PlainAOTInput,
+    TangentAOTInput,
+    ViewBaseAOTInput,
+)
+
+from fxamp import errors, formats, graph, ops
+from fxamp.passes import Change, Kept
+
+_MUL = torch.ops.aten.mul.Tensor
+_RECIPROCAL = torch.ops.aten.reciprocal.default
+
+
+@dataclass(frozen=True)
+class ScaleGradients:
+    """Multiplies what enters the backward by the scale, divides what leaves it by the same, and says what overflowed.
+
+    requires: joint graph with descriptors, whose input number `scale` is the loss scale, fp32 [], and whose input number
+        `probe`, fp32 [number of slots + 1], takes part in nothing.
+    changes: the backward between tangents and gradients.  keeps: every gradient, up to what the format could not hold.
+
+        dx: "f32[B]" = backward(tangent)     ->     s = mul(tangent, scale);  g = backward(s);  dx = mul(g, 1 / scale)
+        probe's gradient: None               ->     largest |dx| of each gradient, inf or NaN where dx holds one
+
+    A power of two is undone without a trace: both products are exact, but for numbers at the ends of the format of dx.
+    Gradients are divided in fp32 and leave in the dtype that they were traced in.
+    """
+
+    scale: int
+    """Position of the scale among the graph's inputs."""
+    probe: int
+    """Position of the probe among the graph's inputs."""
+    slots: tuple[int, ...]
+    """Positions of the inputs whose gradients have slots in the probe's gradient, in the order of the slots. All other
+    gradients share a slot behind them."""
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        output = next(iter(gm.graph.find_nodes(op="output")))
+        inputs = gm.graph.find_nodes(op="placeholder")
+        by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), PlainAOTInput)}
+        scale, probe = by_index[self.scale], by_index[self.probe]
+        results = list(output.args[0])
+        gradients = dict(_gradients(output, results))
+        position = next((i for i, desc in enumerate(output.meta["desc"]) if _input_of(desc) == self.probe), None)
+        if position is None:  # nothing in the graph is differentiable
+            return Change(pass_name=type(self).__name__, kept=(Kept(node=probe.name, reason="the graph has no backward"),))
+        _refuse_wrapped(inputs)
+
+        before = len(gm.graph.nodes)
+        for tangent in [x for x in inputs if isinstance(x.meta.get("desc"), TangentAOTInput)]:
+            _scale(tangent, scale)
+        inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=output, name="inv_scale")
+        divided: dict[fx.Node, fx.Node] = {}
+        for i in gradients:
+            node = results[i]
+            if node not in divided:
+                divided[node] = _product(node, inverse, before=output)
+            results[i] = divided[node]
+        results[position] = self._largest(gradients, results, output)
+        graph.set_arguments(output, (type(output.args[0])(results),), {})
+        return Change(pass_name=type(self).__name__, num_added=len(gm.graph.nodes) - before)
+
+    def _largest(self, gradients: dict[int, Any], results: list[Any], output: fx.Node) -> fx.Node:
+        slot_of = {position: slot for slot, position in enumerate(self.slots)}
+        slots: list[int] = []
+        nodes: list[fx.Node] = []
+        for i, desc in gradients.items():
+            slots.append(slot_of.get(_input_of(desc), len(self.slots)))
+            nodes.append(results[i])
+        args = (nodes, slots, len(self.slots) + 1)
+        return graph.insert_backward(ops.LARGEST, args, before=output, name="largest_gradients")
+
+
+def _gradients(output: fx.Node, results: list[Any]) -> Iterator[tuple[int, Any]]:
+    """(position, descriptor) of the gradients among a joint graph's outputs."""
+    for i, (result, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
+        if isinstance(desc, GradAOTOutput) and isinstance(result, fx.Node):
+            yield i, desc
+
+
+def _input_of(desc: Any) -> int | None:
+    """The position of the input that a gradient belongs to; None for the base of several inputs, which has none."""
+    of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
+    while isinstance(of, ViewBaseAOTInput):
+        of = of.base_of
+    return of.idx if isinstance(of, PlainAOTInput) else None
+
+
+def _refuse_wrapped(inputs: list[fx.Node]) -> None:
+    for node in inputs:
+        desc = node.meta.get("desc")
+        if not isinstance(desc, TangentAOTInput) and isinstance(_innermost(desc), TangentAOTInput):
+            raise errors.CannotScale(
+                f"an output of the graph is a tensor subclass, whose gradient arrives in parts ({desc.expr()})",
+                way_out="Return plain tensors from the compiled part, or use bf16, which needs no loss scaling",
+            )
+
+
+def _innermost(desc: Any) -> Any:
+    while hasattr(desc, "base"):
+        desc = desc.base
+    return desc
+
+
+def _scale(tangent: fx.Node, scale: fx.Node) -> None:
+    """Lets all users of a tangent read it scaled. The product is fp32, or as wide as the tangent."""
+    users = list(tangent.users)
+    if not users:
+        return
+    first = min(users)  # nodes of one graph are ordered
+    scaled = _product(tangent, scale, before=first)
+    graph.replace(tangent, scaled, except_in=frozenset(_made_from(tangent, scaled)))
+
+
+def _made_from(tangent: fx.Node, scaled: fx.Node) -> Iterator[fx.Node]:
+    """The nodes between a tangent and its product that were put there for it."""
+    node = scaled
+    while node is not tangent:
+        yield node
+        node = node.all_input_nodes[0]
+
+
+def _product(value: fx.Node, factor: fx.Node, *, before: fx.Node) -> fx.Node:
+    """`value * factor` in fp32, or what is wider, rounded once to the dtype of `value`."""
+    dtype = graph.value_of(value).dtype
+    narrow = dtype.is_floating_point and dtype != torch.float32 and formats.is_lossless(dtype, torch.float32)
+    wide = graph.insert_backward(graph.JOINT_CAST, (value, torch.float32), before=before) if narrow else value
+    product = graph.insert_backward(_MUL, (wide, factor), before=before)
+    return graph.insert_backward(graph.JOINT_CAST, (product, dtype), before=before) if narrow else product

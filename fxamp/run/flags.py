@@ -1,0 +1,114 @@
+"""Where compiled backwards leave the largest magnitude of each gradient that they hand out."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+ROOM_AT_FIRST: Final = 1024
+"""Slots of a new store; it doubles when they are taken."""
+
+
+class Flags:
+    """One store of largest gradients for all compiled graphs on a device.
+
+    A graph has a probe for each set of parameters that it is called with: one graph may serve many instances of a module. The
+    gradient of the probe is a vector of magnitudes. It goes into the store, by maximum, the moment it arrives: it may lie in
+    the memory of a CUDA graph, and it has to add up over micro-batches without turning into a sum.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._store = torch.zeros(ROOM_AT_FIRST, device=device)
+        self._owners: list[int | None] = []
+        """For each slot, the id of its parameter; None: a gradient of something else."""
+        self._probes: dict[tuple[Any, ...], Tensor] = {}
+        self._masks: dict[frozenset[int | None], Tensor] = {}
+        self.arrivals: Final[set[int]] = set()
+        """Ids of the parameters whose gradients have arrived since somebody cleared the set."""
+
+    def probe(self, graph_id: int, parameters: Sequence[Tensor | None]) -> Tensor:
+        """The probe of a graph, fp32 [len(parameters) + 1], for a call with these tensors in its slots; None: a slot for
+        something that is no parameter."""
+        key = (graph_id, *map(id, parameters))
+        found = self._probes.get(key)
+        return self._new_probe(key, parameters) if found is None else found
+
+    def _new_probe(self, key: tuple[Any, ...], parameters: Sequence[Tensor | None]) -> Tensor:
+        start = len(self._owners)
+        owners = [None if p is None else id(p) for p in parameters]
+        self._owners += [*owners, None]
+        stop = len(self._owners)
+        while stop > len(self._store):
+            self._store = torch.cat([self._store, torch.zeros_like(self._store)])
+        self._masks.clear()
+        probe = torch.zeros(stop - start, device=self._store.device, requires_grad=True)
+        ids = frozenset(owner for owner in owners if owner is not None)
+        probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, slice(start, stop), ids))
+        self._probes[key] = probe
+        for parameter in parameters:
+            if parameter is not None:
+                weakref.finalize(parameter, _forget, weakref.ref(self), key, id(parameter)).atexit = False
+        return probe
+
+    def forget(self, key: tuple[Any, ...], owner: int) -> None:
+        """A parameter is gone: its id may come back as another tensor's."""
+        self._probes.pop(key, None)
+        self._owners = [None if known == owner else known for known in self._owners]
+        self._masks.clear()
+
+    def _arrive(self, span: slice, ids: frozenset[int], probe: Tensor) -> None:
+        assert probe.grad is not None
+        view = self._store[span]
+        torch.maximum(view, probe.grad, out=view)
+        probe.grad = None
+        self.arrivals.update(ids)
+
+    def knows(self, parameters: Collection[int]) -> bool:
+        """Has any of these parameters, by id, gone into a graph?"""
+        return any(owner in parameters for owner in self._owners if owner is not None)
+
+    # ---- asking and clearing --------------------------------------------------------------------------------------------
+    def clear_all(self) -> None:
+        """Forgets everything."""
+        self._store.zero_()
+
+    def any_overflow(self) -> Tensor:
+        """fp32 [], 1 if a gradient of anything overflowed, else 0."""
+        return _not_finite(self._store)
+
+    def overflow_of(self, parameters: Iterable[int]) -> Tensor:
+        """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
+        return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
+
+    def clear(self, owners: Iterable[int | None]) -> None:
+        """Forgets what arrived for these parameters, by id; for None what arrived for anything else."""
+        self._store.masked_fill_(self._mask(owners), 0.0)
+
+    def _mask(self, owners: Iterable[int | None]) -> Tensor:
+        wanted = frozenset(owners)
+        if wanted not in self._masks:
+            mask = [owner in wanted for owner in self._owners]
+            mask += [False] * (len(self._store) - len(mask))
+            self._masks[wanted] = _on(self._store.device, torch.tensor(mask))
+        return self._masks[wanted]
+
+
+def _forget(flags: weakref.ref[Flags], key: tuple[Any, ...], owner: int) -> None:
+    known = flags()
+    if known is not None:
+        known.forget(key, owner)
+
+
+def _on(device: torch.device, values: Tensor) -> Tensor:
+    """A copy there. From pinned memory the host need not wait for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def _not_finite(values: Tensor) -> Tensor:
+    return (~torch.isfinite(values)).any().to(torch.float32)
+

@@ -1,0 +1,128 @@
+"""The loss scale: a few numbers on the device, and the rule that moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxamp import errors
+from fxamp.scaling import DynamicScale, Scaling
+
+NUM_REMEMBERED: Final = 256
+"""Updates whose scale and overflow stay on record, for whoever asks how the scale has moved."""
+
+
+class State(NamedTuple):
+    """What an update reads and writes: three fp32 tensors, []."""
+
+    scale: Tensor
+    tracker: Tensor
+    """Updates without an overflow since the last one with, or since the scale last grew."""
+    patience: Tensor
+    """Updates with an overflow that are still allowed before the scale falls."""
+
+
+def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
+    """The rule of `DynamicScale`, on the device. `overflowed`: fp32 [], 1 or 0."""
+    scale, is_bad = state.scale, overflowed > 0
+    patience = state.patience - overflowed
+    tracker = torch.where(is_bad, 0.0, state.tracker + 1)
+    grows = tracker == config.growth_interval_steps
+    grown = scale * config.growth_factor
+    grown = torch.where(grows & torch.isfinite(grown), grown, scale)
+    moved = torch.where(is_bad & (patience <= 0), scale * config.backoff_factor, grown)
+    return State(
+        scale=moved.clamp(config.floor, config.cap),
+        tracker=torch.where(grows, 0.0, tracker),
+        patience=torch.where(grows, float(config.hysteresis_steps), patience),
+    )
+
+
+class LossScale:
+    """The state of one loss scale. All tensors are on the device; nothing here waits for it, but `read` and `state_dict`."""
+
+    def __init__(self, config: Scaling, device: torch.device) -> None:
+        self.config: Final = config
+        dynamic = isinstance(config, DynamicScale)
+        self.scale: Final = torch.full((), config.init if dynamic else config.value, device=device)
+        """fp32 []. Graphs read it, forward and backward."""
+        # A compiled graph saves the scale for its backward, and an update may fall between the two (GAN, pipelines). The
+        # backward reads it where it needs it, once for both products, so that is no error: `data` keeps autograd from raising.
+        self._writable = self.scale.data
+        self._tracker = torch.zeros((), device=device)
+        self._patience = torch.full((), float(config.hysteresis_steps if dynamic else 1), device=device)
+        self.num_skipped: Final = torch.zeros((), dtype=torch.float64, device=device)
+        """Optimizer steps that were left out."""
+        self.num_calibrating: Final = torch.zeros((), dtype=torch.float64, device=device)
+        """Updates with an overflow before the first one without: the scale was looking for its place."""
+        self._is_calibrating = torch.ones((), dtype=torch.float64, device=device)
+        self._history = torch.zeros((2, NUM_REMEMBERED), dtype=torch.float32, device=device)
+        self.num_updates = 0
+
+    def update(self, overflowed: Tensor) -> None:
+        """Moves the scale. `overflowed`: fp32 [], 1 if any gradient since the last update overflowed, else 0."""
+        slot = self.num_updates % NUM_REMEMBERED
+        self._history[0, slot].copy_(self._writable)
+        self._history[1, slot].copy_(overflowed)
+        self._is_calibrating.mul_(overflowed)
+        self.num_calibrating.add_(self._is_calibrating)
+        self.num_updates += 1
+        if isinstance(self.config, DynamicScale):
+            after = next_state(State(self._writable, self._tracker, self._patience), overflowed, self.config)
+            self._writable.copy_(after.scale)
+            self._tracker.copy_(after.tracker)
+            self._patience.copy_(after.patience)
+
+    def is_at_floor(self, overflowed: Tensor) -> Tensor | None:
+        """fp32 [], 1 if gradients overflow and the scale cannot fall further; None for a scale that does not move."""
+        if not isinstance(self.config, DynamicScale):
+            return None
+        return overflowed * (self._writable <= self.config.floor)
+
+    # ---- looking at it: these wait for the device -----------------------------------------------------------------------
+    def read_history(self) -> list[tuple[float, bool]]:
+        """(scale, did a gradient overflow?) of the last updates, oldest first."""
+        first = max(0, self.num_updates - NUM_REMEMBERED)
+        scales, overflows = self._history.tolist()
+        slots = [i % NUM_REMEMBERED for i in range(first, self.num_updates)]
+        return [(scales[i], overflows[i] > 0) for i in slots]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides how the scale moves on, as Python numbers. Waits for the device."""
+        return {
+            "scale": float(self.scale),
+            "growth_tracker": int(self._tracker),
+            "patience": float(self._patience),
+            "num_skipped": int(self.num_skipped),
+            "num_calibrating": int(self.num_calibrating),
+            "is_calibrating": bool(self._is_calibrating),
+            "history": self.read_history(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict()`, of this class or of `torch.amp.GradScaler`.
+
+        The rule (growth, backoff, floor) stays that of this scale's configuration.
+        Raises: InvalidOption for what is neither.
+        """
+        if "scale" not in state or not ({"growth_tracker", "_growth_tracker"} & set(state)):
+            raise errors.InvalidOption(
+                f"a state with the keys {sorted(state)} is no loss scale's",
+                way_out="Give the state_dict() of an Amp or of a torch.amp.GradScaler that was enabled",
+            )
+        is_ours = "growth_tracker" in state
+        self._writable.fill_(state["scale"])
+        self._tracker.fill_(state["growth_tracker" if is_ours else "_growth_tracker"])
+        if not is_ours:
+            return
+        self._patience.fill_(state["patience"])
+        self.num_skipped.fill_(state["num_skipped"])
+        self.num_calibrating.fill_(state["num_calibrating"])
+        self._is_calibrating.fill_(state["is_calibrating"])
+        history = state["history"]
+        self.num_updates = len(history)
+        if history:
+            self._history[:, : len(history)] = torch.tensor(history, dtype=torch.float32).T.to(self._history.device)

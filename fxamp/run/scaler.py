@@ -1,0 +1,364 @@
+"""Loss scaling at run time: what a step reads, when the scale moves, and which optimizer steps are left out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fxamp import errors
+from fxamp.run import skipping
+from fxamp.run.flags import Flags
+from fxamp.run.loss_scale import LossScale
+from fxamp.run.mailbox import Mailbox
+from fxamp.run.skipping import Route, Skip
+from fxamp.scaling import DynamicScale, Scaling
+
+Compiled = Callable[..., Any]
+
+
+class Scaler:
+    """The loss scale of an Amp, its flags, and its optimizers.
+
+    A step goes: forward and backward of the compiled graphs leave flags; `optimizer.step()` takes those of its own parameters,
+    looks at the gradients it is about to use, and is left out if there is an inf or a NaN; when all attached optimizers that
+    got gradients have stepped, the scale moves.
+    """
+
+    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None]) -> None:
+        self.config: Final = config
+        self._group, self._warn = group, warn
+        self._graph_ids = itertools.count()
+        self._flags: dict[torch.device, Flags] = {}
+        self._loss_scale: LossScale | None = None
+        self._replicas: dict[torch.device, Tensor] = {}
+        self._loaded: Mapping[str, Any] | None = None
+        self._attached: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._overflowed: Tensor | None = None
+        """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
+        self._at_floor = Mailbox()
+        self._told_of_floor = False
+        self._watch_unattached()
+
+    # ---- graphs ---------------------------------------------------------------------------------------------------------
+    def state_on(self, device: torch.device) -> LossScale:
+        """The loss scale, made on the first device that asks."""
+        if self._loss_scale is None:
+            self._loss_scale = LossScale(self.config, device)
+            if self._loaded is not None:
+                self._loss_scale.load_state_dict(self._loaded)
+        return self._loss_scale
+
+    def scale_on(self, device: torch.device) -> Tensor:
+        """The scale, fp32 [], as graphs on a device read it: always the same tensor."""
+        state = self.state_on(device)
+        if device == state.scale.device:
+            return state.scale
+        if device not in self._replicas:
+            self._replicas[device] = state.scale.to(device)
+        return self._replicas[device]
+
+    def inputs(self, num_slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Examples of the two inputs behind those of a graph: its scale and its probe."""
+        return self.scale_on(device), torch.zeros(num_slots + 1, device=device, requires_grad=True)
+
+    def around(self, program: Compiled, slots: Sequence[int], parameters: Sequence[bool], device: torch.device) -> Compiled:
+        """A compiled graph that takes scale and probe behind its inputs, as one that does not.
+
+        `slots`: which inputs have slots in the probe; `parameters`: which of those are parameters.
+        """
+        scale, flags, graph_id = self.scale_on(device), self._flags_on(device), next(self._graph_ids)
+        take = operator.itemgetter(*slots) if len(slots) > 1 else lambda args: (args[slots[0]],) if slots else ()
+
+        def call(*args: Any) -> Any:
+            owners = [x if is_parameter else None for x, is_parameter in zip(take(args), parameters, strict=True)]
+            return program(*args, scale, flags.probe(graph_id, owners))
+
+        return call
+
+    def _flags_on(self, device: torch.device) -> Flags:
+        return self._flags.setdefault(device, Flags(device))
+
+    # ---- optimizers -----------------------------------------------------------------------------------------------------
+    def attach(self, optimizer: Optimizer, route: str) -> None:
+        """Lets the steps of an optimizer be left out. Raises: as `skipping.check` and `skipping.choose`."""
+        skipping.check(optimizer)
+        if optimizer in self._attached:
+            self._attached[optimizer].wish = route
+            self._attached[optimizer].choose()
+            return
+        attachment = Attachment(scaler=weakref.ref(self), wish=route, route=skipping.choose(optimizer, route))
+        attachment.optimizer = weakref.ref(optimizer)
+        self._attached[optimizer] = attachment
+        optimizer.register_step_pre_hook(attachment.before)
+        optimizer.register_step_post_hook(attachment.after)
+        optimizer.zero_grad = _telling(optimizer.zero_grad, attachment.dropped)
+
+    @property
+    def routes(self) -> tuple[tuple[str, Route], ...]:
+        """(class of the optimizer, its route), for those attached."""
+        return tuple((type(optimizer).__name__, attachment.route) for optimizer, attachment in self._attached.items())
+
+    def _watch_unattached(self) -> None:
+        this = weakref.ref(self)
+
+        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            scaler = this()
+            if scaler is None or optimizer in scaler._attached:
+                return
+            ids = set(map(id, skipping.parameters(optimizer)))
+            if any(flags.knows(ids) for flags in scaler._flags.values()):
+                scaler._warn(
+                    f"a {type(optimizer).__name__} steps parameters whose gradients are scaled, and is not attached: a gradient "
+                    "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
+                    "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
+                )
+
+        handle = register_optimizer_step_pre_hook(hook)
+        weakref.finalize(self, handle.remove)
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def verdict(self, optimizer: Optimizer) -> Tensor | None:
+        """fp32 [], 1 if this step has to be left out, else 0; None if there is no gradient to step with."""
+        gradients = [p.grad for p in skipping.parameters(optimizer) if p.grad is not None]
+        if not gradients:
+            return None
+        if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
+            self._update()
+        device = gradients[0].device
+        ids = [id(p) for p in skipping.parameters(optimizer)]
+        state = self.state_on(device)
+        bad = _any_not_finite(gradients, device)
+        anywhere = bad
+        for flags in self._flags.values():
+            if flags.arrivals:
+                bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
+                anywhere = torch.maximum(anywhere, flags.any_overflow().to(device, non_blocking=True))
+        bad, anywhere = self._agreed(bad, anywhere)
+        self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
+        return bad
+
+    def _note_overflow(self, overflowed: Tensor) -> None:
+        self._overflowed = overflowed if self._overflowed is None else torch.maximum(self._overflowed, overflowed)
+
+    def _agreed(self, *flags: Tensor) -> tuple[Tensor, ...]:
+        """Flags, each set if it is on any rank."""
+        from torch import distributed
+
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return flags
+        together = torch.stack(flags)
+        distributed.all_reduce(together, distributed.ReduceOp.MAX, group=self._group)
+        return together.unbind()
+
+    @torch.no_grad()
+    def stepped(self, optimizer: Optimizer, bad: Tensor) -> None:
+        """Takes note of a step, and moves the scale after the last optimizer of a round."""
+        state = self.state_on(bad.device)
+        state.num_skipped.add_(bad)
+        ids = {id(p) for p in skipping.parameters(optimizer)}
+        for flags in self._flags.values():
+            flags.clear(ids)
+            flags.arrivals.difference_update(ids)
+        self._stepped.add(optimizer)
+        if not any(self._has_got_gradients(other) for other in self._attached):
+            self._update()
+
+    def _has_got_gradients(self, optimizer: Optimizer) -> bool:
+        ids = {id(p) for p in skipping.parameters(optimizer)}
+        return any(not flags.arrivals.isdisjoint(ids) for flags in self._flags.values())
+
+    @torch.no_grad()
+    def dropped(self, optimizer: Optimizer) -> None:
+        """Takes note of gradients that nobody is going to use. They say nothing about the next step, but about the scale."""
+        ids = {id(p) for p in skipping.parameters(optimizer)}
+        for flags in self._flags.values():
+            if not flags.arrivals.isdisjoint(ids):
+                device = self.state_on(next(iter(self._flags))).scale.device
+                self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
+                flags.clear(ids)
+                flags.arrivals.difference_update(ids)
+
+    def _update(self) -> None:
+        assert self._overflowed is not None
+        state, overflowed = self.state_on(self._overflowed.device), self._overflowed
+        at_floor = state.is_at_floor(overflowed)
+        state.update(overflowed)
+        for replica in self._replicas.values():
+            replica.data.copy_(state.scale, non_blocking=True)
+        waiting = [other for other in self._attached if self._has_got_gradients(other)]
+        for flags in self._flags.values():
+            flags.clear((None,)) if waiting else flags.clear_all()
+        self._overflowed = None
+        self._stepped.clear()
+        if at_floor is not None:
+            self._tell_of_floor(self._at_floor.post(at_floor))
+
+    def _tell_of_floor(self, is_at_floor: float | None) -> None:
+        if not is_at_floor or not isinstance(self.config, DynamicScale):
+            return
+        what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
+        way_out = (
+            "The forward overflows fp16, or loss or data hold inf or NaN: keep the operations that overflow in fp32 by "
+            "policy={...}, or use bf16"
+        )
+        if self.config.at_floor == "raise":
+            raise errors.ScaleAtFloor(what, way_out=way_out)
+        if not self._told_of_floor:
+            self._told_of_floor = True
+            self._warn(f"{what}. {way_out}")
+
+    # ---- what people ask for --------------------------------------------------------------------------------------------
+    def state(self) -> LossScale:
+        """The loss scale. On the CPU, if neither a graph nor an optimizer has said where they are."""
+        return self._loss_scale or self.state_on(torch.device("cpu"))
+
+    def when_stepped(self, schedule: Any) -> SteppedSchedule:
+        """See `Amp.when_stepped`."""
+        attachment = self._attached.get(getattr(schedule, "optimizer", None))  # pyright: ignore[reportArgumentType]
+        if attachment is None:
+            raise errors.InvalidOption(
+                f"the optimizer of {type(schedule).__name__} is not attached", way_out="Call amp.attach(optimizer) first"
+            )
+        return SteppedSchedule(schedule, attachment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the scale; waits for the device."""
+        if self._loss_scale is None:
+            return dict(self._loaded) if self._loaded is not None else LossScale(self.config, torch.device("cpu")).state_dict()
+        return self._loss_scale.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state. Raises: InvalidOption for a state that is no loss scale's."""
+        LossScale(self.config, torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
+        self._loaded = dict(state)
+        self._overflowed = None
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(state)
+            for replica in self._replicas.values():
+                replica.data.copy_(self._loss_scale.scale)
+
+
+def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Callable[..., None]:
+    @functools.wraps(zero_grad)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        dropped()
+        zero_grad(*args, **kwargs)
+
+    return wrapper
+
+
+def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device."""
+    found = torch.zeros((), device=device)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
+        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
+        by_device.setdefault(numbers.device, []).append(numbers)
+    for place, together in by_device.items():
+        flag, one = torch.zeros((), device=place), torch.ones((), device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one)
+        found = torch.maximum(found, flag.to(device, non_blocking=True))
+    return found
+
+
+@dataclass(kw_only=True)
+class Attachment:
+    """The hooks on one optimizer."""
+
+    scaler: weakref.ref[Scaler]
+    wish: str
+    route: Route
+    optimizer: weakref.ref[Optimizer] = field(init=False)
+    _skip: Skip | None = None
+    num_skipped: Tensor | None = None
+    """Steps left out, fp32 []; None before the first step."""
+    _num_states: int | None = None
+    """Entries of the optimizer's state when the route was chosen; None: before its first step."""
+
+    def choose(self) -> None:
+        """Chooses the route anew."""
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            self.route = skipping.choose(optimizer, self.wish)
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._begin(optimizer)
+            return None
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._begin(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        scaler = self.scaler()
+        bad = scaler.verdict(optimizer) if scaler is not None else None
+        if bad is None:
+            return
+        route = self.route
+        if route.name == "select" and not (self._num_states is not None and skipping.has_its_state(optimizer)):
+            route = Route(name="wait", why="its state is not there yet")
+        self._skip = Skip(optimizer=optimizer, route=route, overflowed=bad)
+        self._skip.begin()
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook."""
+        skip, self._skip = self._skip, None
+        scaler = self.scaler()
+        if skip is None or scaler is None:
+            return
+        skip.end()
+        self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
+        if len(optimizer.state) != self._num_states:
+            self._num_states = len(optimizer.state)
+            self.choose()
+        scaler.stepped(optimizer, skip.overflowed)
+
+    def dropped(self) -> None:
+        """Before zero_grad."""
+        scaler, optimizer = self.scaler(), self.optimizer()
+        if scaler is not None and optimizer is not None:
+            scaler.dropped(optimizer)
+
+
+class SteppedSchedule:
+    """A learning-rate scheduler that counts the optimizer's steps that were taken. All but `step` is the scheduler's own."""
+
+    def __init__(self, schedule: Any, attachment: Attachment) -> None:
+        self.schedule: Final = schedule
+        self._attachment = attachment
+        self._mailbox = Mailbox()
+        self._num_calls = self._num_steps = 0
+
+    def step(self, *args: Any) -> None:
+        """Steps the scheduler, unless the optimizer has stood still since."""
+        self._num_calls += 1
+        skipped = self._attachment.num_skipped
+        known = self._mailbox.post(skipped) if skipped is not None else None
+        if self._num_steps < self._num_calls - int(known or 0):
+            self._num_steps += 1
+            self.schedule.step(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.schedule, name)

@@ -1,0 +1,90 @@
+"""How gradients are scaled: what the user asks for, and what it means for a graph."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from fxamp import errors
+
+FloorAction = Literal["warn", "raise", "raise precision"]
+FLOOR_ACTIONS: Final = get_args(FloorAction)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicScale:
+    """A loss scale that grows while gradients stay finite and shrinks where they do not.
+
+    The rule is that of `torch.amp.GradScaler`: an update that saw an overflow multiplies the scale by `backoff_factor`, and
+    `growth_interval_steps` updates in a row without one multiply it by `growth_factor`. Powers of two cost no precision.
+
+    Raises, when built: InvalidOption for a number that makes no sense, NotYet for at_floor="raise precision".
+    """
+
+    init: float = 2.0**16
+    """The first scale. GradScaler's default, like the next three."""
+    growth_factor: float = 2.0
+    growth_interval_steps: int = 2000
+    backoff_factor: float = 0.5
+    floor: float = 1.0
+    """The scale never falls below it. At 1 gradients are what they are without scaling: what overflows there has another
+    cause. GradScaler has none, and sinks to 0."""
+    cap: float = math.inf
+    """The scale never grows beyond it. It never grows to infinity either, as GradScaler's does not."""
+    hysteresis_steps: int = 1
+    """Updates with an overflow, since the scale last grew, until the first one that lowers it. Each of them skips its step all
+    the same. Above 1 a single bad batch leaves the scale alone (Megatron-LM's rule)."""
+    at_floor: FloorAction = "warn"
+    """What an overflow at the floor does: "warn" once, or "raise" ScaleAtFloor from a later optimizer step."""
+
+    def __post_init__(self) -> None:
+        positive = {"init": self.init, "floor": self.floor, "cap": self.cap}
+        for name, value in positive.items():
+            _require(value > 0, f"{name}={value!r}", "It has to be positive")
+        _require(math.isfinite(self.init), f"init={self.init!r}", "It has to be finite")
+        _require(self.floor <= self.init <= self.cap, f"init={self.init!r}", f"It has to be in [{self.floor}, {self.cap}]")
+        _require(self.growth_factor > 1, f"growth_factor={self.growth_factor!r}", "It has to be above 1")
+        _require(0 < self.backoff_factor < 1, f"backoff_factor={self.backoff_factor!r}", "It has to be between 0 and 1")
+        for name, steps in {
+            "growth_interval_steps": self.growth_interval_steps,
+            "hysteresis_steps": self.hysteresis_steps,
+        }.items():
+            _require(isinstance(steps, int) and steps >= 1, f"{name}={steps!r}", "It has to be a whole number from 1 on")
+        if self.at_floor not in FLOOR_ACTIONS:
+            raise errors.unknown("at_floor", self.at_floor, FLOOR_ACTIONS)
+        if self.at_floor == "raise precision":
+            raise errors.not_yet("at_floor", self.at_floor, "Use 'warn' or 'raise'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticScale:
+    """A loss scale that stays. Steps whose gradients overflow are skipped all the same.
+
+    Raises, when built: InvalidOption for what is no positive, finite number.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _require(math.isfinite(self.value) and self.value > 0, f"{self.value!r}", "It has to be positive and finite")
+
+
+Scaling = DynamicScale | StaticScale
+
+
+def _require(holds: bool, what: str, way_out: str) -> None:
+    if not holds:
+        raise errors.InvalidOption(f"loss scaling with {what}", way_out=way_out)
+
+
+def resolve(scaling: str | float | Scaling | None, precision: str) -> Scaling | None:
+    """What `Amp(scaling=...)` means for a precision; None: gradients are not scaled."""
+    if scaling == "auto":
+        return DynamicScale() if precision == "fp16" else None
+    if scaling == "dynamic":
+        return DynamicScale()
+    if isinstance(scaling, float):
+        return StaticScale(value=scaling)
+    assert scaling is None or isinstance(scaling, (DynamicScale, StaticScale)), scaling
+    return scaling
