@@ -8,6 +8,10 @@ from typing import Final, Literal, get_args
 
 from fxamp import errors
 
+UNATTACHED: Final = 2.0**8
+"""A scale that has to do as it is: in the middle between the numbers 2^16 where fp16 ends and 2^-14 where it loses precision,
+for gradients of about 1 (a sum over a batch) to 2^-14 (a mean over 2^14 tokens), both with as much room as there is."""
+
 FloorAction = Literal["warn", "raise", "raise precision"]
 FLOOR_ACTIONS: Final = get_args(FloorAction)
 
@@ -23,7 +27,8 @@ class DynamicScale:
     """
 
     init: float = 2.0**16
-    """The first scale. GradScaler's default, like the next three."""
+    """The first scale. GradScaler's default, like the next three. Where no optimizer is attached yet, and so nobody would skip
+    a step or lower the scale, it is at most `UNATTACHED`."""
     growth_factor: float = 2.0
     growth_interval_steps: int = 2000
     backoff_factor: float = 0.5

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxamp import errors
-from fxamp.scaling import DynamicScale, Scaling
+from fxamp.scaling import UNATTACHED, DynamicScale, Scaling
 
 NUM_REMEMBERED: Final = 256
 """Updates whose scale and overflow stay on record, for whoever asks how the scale has moved."""
@@ -27,15 +27,15 @@ class State(NamedTuple):
 
 def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
     """The rule of `DynamicScale`, on the device. `overflowed`: fp32 [], 1 or 0."""
-    scale, is_bad = state.scale, overflowed > 0
+    scale, is_bad = state.scale.double(), overflowed > 0  # GradScaler rounds its products once, from fp64
     patience = state.patience - overflowed
     tracker = torch.where(is_bad, 0.0, state.tracker + 1)
     grows = tracker == config.growth_interval_steps
     grown = scale * config.growth_factor
-    grown = torch.where(grows & torch.isfinite(grown), grown, scale)
+    grown = torch.where(grows & torch.isfinite(grown.float()), grown, scale)
     moved = torch.where(is_bad & (patience <= 0), scale * config.backoff_factor, grown)
     return State(
-        scale=moved.clamp(config.floor, config.cap),
+        scale=moved.clamp(config.floor, config.cap).float(),
         tracker=torch.where(grows, 0.0, tracker),
         patience=torch.where(grows, float(config.hysteresis_steps), patience),
     )
@@ -61,6 +61,16 @@ class LossScale:
         self._is_calibrating = torch.ones((), dtype=torch.float64, device=device)
         self._history = torch.zeros((2, NUM_REMEMBERED), dtype=torch.float32, device=device)
         self.num_updates = 0
+
+    def wait_for_attached(self) -> None:
+        """Nobody would lower the scale: one that needs no lowering, see `scaling.UNATTACHED`."""
+        if isinstance(self.config, DynamicScale):
+            self._writable.clamp_(max=UNATTACHED)
+
+    def begin(self) -> None:
+        """From now on there is an optimizer whose steps can be skipped."""
+        if isinstance(self.config, DynamicScale):
+            self._writable.fill_(self.config.init)
 
     def update(self, overflowed: Tensor) -> None:
         """Moves the scale. `overflowed`: fp32 [], 1 if any gradient since the last update overflowed, else 0."""

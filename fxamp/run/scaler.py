@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -57,6 +59,8 @@ class Scaler:
             self._loss_scale = LossScale(self.config, device)
             if self._loaded is not None:
                 self._loss_scale.load_state_dict(self._loaded)
+            elif not self._attached:
+                self._loss_scale.wait_for_attached()
         return self._loss_scale
 
     def scale_on(self, device: torch.device) -> Tensor:
@@ -93,9 +97,11 @@ class Scaler:
     def attach(self, optimizer: Optimizer, route: str) -> None:
         """Lets the steps of an optimizer be left out. Raises: as `skipping.check` and `skipping.choose`."""
         skipping.check(optimizer)
+        if self._loss_scale is not None and not self._attached and self._loaded is None:
+            self._loss_scale.begin()
+            self._refresh_replicas()
         if optimizer in self._attached:
-            self._attached[optimizer].wish = route
-            self._attached[optimizer].choose()
+            self._attached[optimizer].choose(route)
             return
         attachment = Attachment(scaler=weakref.ref(self), wish=route, route=skipping.choose(optimizer, route))
         attachment.optimizer = weakref.ref(optimizer)
@@ -195,8 +201,7 @@ class Scaler:
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
         at_floor = state.is_at_floor(overflowed)
         state.update(overflowed)
-        for replica in self._replicas.values():
-            replica.data.copy_(state.scale, non_blocking=True)
+        self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
             flags.clear((None,)) if waiting else flags.clear_all()
@@ -204,6 +209,10 @@ class Scaler:
         self._stepped.clear()
         if at_floor is not None:
             self._tell_of_floor(self._at_floor.post(at_floor))
+
+    def _refresh_replicas(self) -> None:
+        for replica in self._replicas.values():
+            replica.data.copy_(self.state().scale, non_blocking=True)
 
     def _tell_of_floor(self, is_at_floor: float | None) -> None:
         if not is_at_floor or not isinstance(self.config, DynamicScale):
@@ -222,7 +231,7 @@ class Scaler:
     # ---- what people ask for --------------------------------------------------------------------------------------------
     def state(self) -> LossScale:
         """The loss scale. On the CPU, if neither a graph nor an optimizer has said where they are."""
-        return self._loss_scale or self.state_on(torch.device("cpu"))
+        return self._loss_scale if self._loss_scale is not None else self.state_on(torch.device("cpu"))
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """See `Amp.when_stepped`."""
@@ -246,8 +255,7 @@ class Scaler:
         self._overflowed = None
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
-            for replica in self._replicas.values():
-                replica.data.copy_(self._loss_scale.scale)
+            self._refresh_replicas()
 
 
 def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Callable[..., None]:
@@ -284,19 +292,26 @@ class Attachment:
     route: Route
     optimizer: weakref.ref[Optimizer] = field(init=False)
     _skip: Skip | None = None
+    _step: FrameType | None = None
+    """The outermost call of `step` that runs; left behind by one that raised."""
     num_skipped: Tensor | None = None
     """Steps left out, fp32 []; None before the first step."""
     _num_states: int | None = None
     """Entries of the optimizer's state when the route was chosen; None: before its first step."""
 
-    def choose(self) -> None:
-        """Chooses the route anew."""
+    def choose(self, wish: str) -> None:
+        """Chooses the route anew. Raises: as `skipping.choose`; then nothing has changed."""
         optimizer = self.optimizer()
         if optimizer is not None:
-            self.route = skipping.choose(optimizer, self.wish)
+            self.route = skipping.choose(optimizer, wish)
+            self.wish = wish
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
+        caller = sys._getframe(1)
+        if self._step is not None and _is_running(self._step, caller):
+            return None  # a subclass's step, which runs hooks of its own, has called its parent's
+        self._step = caller
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._begin(optimizer)
@@ -317,13 +332,17 @@ class Attachment:
         if bad is None:
             return
         route = self.route
-        if route.name == "select" and not (self._num_states is not None and skipping.has_its_state(optimizer)):
-            route = Route(name="wait", why="its state is not there yet")
+        if route.name != "wait" and (self._num_states is None or not skipping.has_its_state(optimizer)):
+            # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
+            route = Route(name="wait", why="this step would make state")
         self._skip = Skip(optimizer=optimizer, route=route, overflowed=bad)
         self._skip.begin()
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
+        if sys._getframe(1) is not self._step:
+            return
+        self._step = None
         skip, self._skip = self._skip, None
         scaler = self.scaler()
         if skip is None or scaler is None:
@@ -332,7 +351,7 @@ class Attachment:
         self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
         if len(optimizer.state) != self._num_states:
             self._num_states = len(optimizer.state)
-            self.choose()
+            self.choose(self.wish)
         scaler.stepped(optimizer, skip.overflowed)
 
     def dropped(self) -> None:
@@ -340,6 +359,12 @@ class Attachment:
         scaler, optimizer = self.scaler(), self.optimizer()
         if scaler is not None and optimizer is not None:
             scaler.dropped(optimizer)
+
+
+def _is_running(call: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
 
 
 class SteppedSchedule:

@@ -1,0 +1,238 @@
+"""Every optimizer of torch.optim: a step that is left out changes no bit of parameters and state."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+import fxamp
+from fxamp import errors
+from fxamp.run import skipping
+from tests.programs import mlp
+
+Make = Callable[[list[nn.Parameter]], optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: optim.Adam(p, lr=0.1),
+    "Adam fused": lambda p: optim.Adam(p, lr=0.1, fused=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=0.1, amsgrad=True),
+    "AdamW fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+    "Adagrad fused": lambda p: optim.Adagrad(p, lr=0.1, fused=True),
+    "Adadelta": lambda p: optim.Adadelta(p),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.1),
+    "Adamax": lambda p: optim.Adamax(p, lr=0.1),
+    "ASGD": lambda p: optim.ASGD(p, lr=0.1),
+    "Muon": lambda p: optim.Muon([x for x in p if x.ndim == 2], lr=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "Rprop": lambda p: optim.Rprop(p, lr=0.1),
+}
+
+WITHOUT = {"LBFGS": "refused", "SparseAdam": "takes sparse gradients only"}
+"""Optimizers that are tested on their own, below."""
+
+
+def test_no_optimizer_is_forgotten():
+    known = {type(make([nn.Parameter(torch.zeros(2, 2))])).__name__ for make in OPTIMIZERS.values()} | set(WITHOUT)
+    assert known == {name for name in optim.__all__ if name[0].isupper() and name != "Optimizer"}
+
+
+def everything(optimizer: optim.Optimizer) -> list[Any]:
+    """Copies of all that a step may write: parameters, state, groups."""
+    found: list[Any] = [p.detach().clone() for p in skipping.parameters(optimizer)]
+    for p in skipping.parameters(optimizer):
+        state = optimizer.state.get(p, {})
+        found += [(k, v.detach().clone() if isinstance(v, Tensor) else v) for k, v in sorted(state.items())]
+    found += [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def with_gradients(parameters: list[nn.Parameter], value: float = 1.0) -> None:
+    for i, p in enumerate(parameters):
+        p.grad = torch.randn(p.shape)
+        if i == 1:
+            p.grad.view(-1)[-1] *= value
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("route", skipping.ROUTES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_left_out_changes_no_bit(name: str, route: str, bad: float):
+    def made() -> tuple[list[nn.Parameter], optim.Optimizer]:
+        torch.manual_seed(1)
+        parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(5))]
+        return parameters, OPTIMIZERS[name](parameters)
+
+    parameters, optimizer = made()
+    amp = fxamp.Amp(precision="fp16")
+    try:
+        amp.attach(optimizer, route=route)
+    except errors.CannotSkip:
+        assert route == "fused"
+        assert "fused" not in name
+        return
+    twins, twin = made()  # takes the healthy steps only
+    for step, factor in enumerate([bad, 1.0, bad, 1.0, bad, bad, 1.0]):
+        torch.manual_seed(step)
+        with_gradients(parameters, factor)
+        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        before = everything(optimizer)
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) or not torch.isfinite(g).all() for p, g in zip(parameters, gradients, strict=True))
+        if factor == 1.0:
+            torch.manual_seed(step)
+            with_gradients(twins)
+            twin.step()
+        else:
+            assert same(everything(optimizer), before), step
+    assert same([p.detach() for p in parameters], [p.detach() for p in twins])
+    assert same(everything(optimizer), everything(twin))
+    assert amp.read_skipped_steps() == 4
+
+
+def test_routes_are_what_they_say():
+    p = [nn.Parameter(torch.zeros(2))]
+    assert skipping.choose(optim.AdamW(p, fused=True), "auto").name == "fused"
+    assert skipping.choose(optim.AdamW(p), "auto").num_waits == 1
+    with pytest.raises(errors.CannotSkip, match="fused=True"):
+        skipping.choose(optim.AdamW(p), "fused")
+    with pytest.raises(errors.UnknownOption, match="Did you mean 'select'"):
+        skipping.choose(optim.AdamW(p), "selct")
+
+
+def test_a_step_that_makes_state_on_the_host_is_waited_for():
+    class Counting(optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+            for p in skipping.parameters(self):
+                if p.grad is not None:
+                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = Counting([p], lr=0.1)
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[p]["count"] == 1
+    with pytest.raises(errors.CannotSkip, match="'count' is a Python int"):
+        amp.attach(optimizer, route="select")
+    assert skipping.choose(optimizer, "auto").name == "wait"
+    p.grad = torch.full((2,), math.inf)
+    optimizer.step()
+    assert optimizer.state[p]["count"] == 1
+
+
+def test_a_step_that_raises_ends_with_itself():
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([p], lr=1.0)
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer)
+
+    def fails() -> Tensor:
+        raise ValueError("no data")
+
+    with pytest.raises(ValueError, match="no data"):
+        optimizer.step(fails)
+    for factor in (math.inf, 1.0):
+        p.grad = torch.full((2,), factor)
+        optimizer.step()
+    assert p.tolist() == [-1.0, -1.0]
+    assert amp.read_skipped_steps() == 1
+
+
+def test_sparse_gradients_are_waited_for():
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = optim.SparseAdam(list(table.parameters()), lr=0.1)
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer)
+    for step, factor in enumerate([1.0, math.inf, 1.0]):
+        optimizer.zero_grad()
+        (table(torch.tensor([0, 2])).sum() * factor).backward()
+        before = copy.deepcopy(everything(optimizer))
+        optimizer.step()
+        assert same(everything(optimizer), before) == (step == 1)
+    assert amp.read_skipped_steps() == 1
+
+
+def test_lbfgs_is_refused():
+    with pytest.raises(errors.CannotSkip, match="LBFGS evaluates the loss many times"):
+        fxamp.Amp(precision="fp16").attach(optim.LBFGS([nn.Parameter(torch.zeros(2))]))
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "Adam fused", "RMSprop"])
+def test_a_closure_makes_its_gradients_within_the_step(name: str):
+    model = mlp(4, 8, 2)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer)
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    for step, factor in enumerate([1.0, 1.0, math.inf, 1.0]):
+
+        def closure(factor: float = factor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y) * factor
+            loss.backward()
+            return loss
+
+        before = everything(optimizer)
+        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        assert loss is not None
+        assert same(everything(optimizer), before) == (step == 2)
+    assert amp.read_skipped_steps() == 1
+
+
+def test_no_gradient_is_no_step():
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.Adam([p])
+    amp = fxamp.Amp(precision="fp16", scaling=fxamp.DynamicScale(growth_interval_steps=1))
+    amp.attach(optimizer)
+    optimizer.step()
+    assert not optimizer.state
+    assert (amp.read_loss_scale(), amp.read_skipped_steps()) == (2.0**16, 0)
+
+
+def test_fp16_parameters_are_refused_with_the_way_out():
+    with pytest.raises(errors.CannotScale, match="Keep fp32 parameters"):
+        fxamp.Amp(precision="fp16").attach(optim.SGD([nn.Parameter(torch.zeros(2).half())], lr=0.1))
+
+
+def test_an_optimizer_can_be_copied_and_saved():
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.Adam([p])
+    fxamp.Amp(precision="fp16").attach(optimizer)
+    copied = copy.deepcopy(optimizer)
+    copied.load_state_dict(optimizer.state_dict())
+    assert not copied._optimizer_step_pre_hooks
+
+
+def test_an_optimizer_outlives_its_amp():
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([p], lr=1.0)
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer)
+    del amp
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert p.tolist() == [-1.0, -1.0]
