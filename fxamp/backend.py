@@ -277,7 +277,9 @@ def _lower(
         keeps_roundings=keeps_roundings,
         tf32=made.variant == "tf32",
         relaxed=joint.relaxed(options.relaxed, made.low),
-        scaling=None if scaler is None else joint.ScaleGradients(scale=first, probe=first + 1, slots=slots),
+        scaling=() if scaler is None else joint.scaling(
+            scale=first, probe=first + 1, slots=slots, statistics=captured.running_statistics
+        ),
     )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run

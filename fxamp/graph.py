@@ -366,6 +366,13 @@ def insert_backward(target: Callable[..., Any], args: tuple[Any, ...], *, before
     return node
 
 
+def insert_beside(target: Callable[..., Any], args: tuple[Any, ...], *, before: fx.Node) -> fx.Node:
+    """Puts a call in front of `before` in a joint graph, into the same part of forward or backward."""
+    node = insert_backward(target, args, before=before)
+    belong_with(node, before)
+    return node
+
+
 def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     """Puts the calls of `body` in place of a Dynamo call, and returns them.
 

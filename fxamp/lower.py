@@ -41,8 +41,8 @@ class Settings:
     """Do fp32 matrix products and convolutions run as TF32, in this graph alone?"""
     relaxed: tuple[Pass, ...] = ()
     """Passes that change numerics and were asked for."""
-    scaling: Pass | None = None
-    """The pass that scales gradients. It runs after all others: they see no arithmetic but the program's."""
+    scaling: tuple[Pass, ...] = ()
+    """Passes of `joint.scaling`, where gradients are scaled."""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -114,10 +114,10 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
         record.casts = graph.own_casts(gm)
 
     def scale(gm: fx.GraphModule) -> None:
-        assert settings.scaling is not None
-        record.changes += passes.run(gm, (settings.scaling,), lambda scaled: legal.checker(legal.JOINT, scaled)(scaled))
+        # What overflowed is one more output, by design: the graph has another signature than before.
+        record.changes += passes.run(gm, settings.scaling, lambda scaled: legal.checker(legal.JOINT, scaled)(scaled))
 
-    last = [(scale, passes.key(settings.scaling))] if settings.scaling is not None else []
+    last = [(scale, repr([passes.key(p) for p in settings.scaling]))] if settings.scaling else []
     return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), *last, (end, "end")]
 
 

@@ -17,7 +17,7 @@ from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
 from fxamp.joint.min_cut import MinCut
 from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
-from fxamp.joint.scale import ScaleGradients as ScaleGradients
+from fxamp.joint.scale import KeepFiniteStatistics, ScaleGradients
 from fxamp.passes import Pass
 
 
@@ -40,6 +40,15 @@ EXACT: Final[tuple[Pass, ...]] = (
     DropDeadCasts(),
     AbsorbWidenings(),  # last: what widens by itself is no cast any more, and nothing could cancel or share it
 )
+
+def scaling(*, scale: int, probe: int, slots: tuple[int, ...], statistics: tuple[int, ...]) -> tuple[Pass, ...]:
+    """Loss scaling, for the inputs at these positions. It comes after all other passes: they see no arithmetic but the
+    program's."""
+    return (
+        KeepFiniteStatistics(statistics),
+        ScaleGradients(scale=scale, probe=probe, slots=slots),
+    )
+
 
 def relaxed(names: tuple[str, ...], low: torch.dtype) -> tuple[Pass, ...]:
     """The RELAXED passes on the joint graph among the names that were asked for. They run before EXACT ones, which tidy up."""

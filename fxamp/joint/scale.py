@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -138,3 +139,31 @@ def _product(value: fx.Node, factor: fx.Node, *, before: fx.Node) -> fx.Node:
     wide = graph.insert_backward(graph.JOINT_CAST, (value, torch.float32), before=before) if narrow else value
     product = graph.insert_backward(_MUL, (wide, factor), before=before)
     return graph.insert_backward(graph.JOINT_CAST, (product, dtype), before=before) if narrow else product
+
+
+@dataclass(frozen=True)
+class KeepFiniteStatistics:
+    """Keeps the inf and NaN of an overflowed forward out of running statistics: the step is going to be left out, but what a
+    buffer has taken in once stays in every average after it.
+
+    requires: joint graph with descriptors.  changes: what is written to the inputs at these positions.
+    keeps: every finite value.
+
+        copy_(running_mean, new)     ->     copy_(running_mean, where(abs(new) < inf, new, running_mean))
+    """
+
+    inputs: tuple[int, ...]
+    """Positions of running statistics among the graph's inputs."""
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        before = len(gm.graph.nodes)
+        for write in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            old, new = write.args[:2]
+            desc = old.meta.get("desc") if isinstance(old, fx.Node) else None
+            if not (isinstance(desc, PlainAOTInput) and desc.idx in self.inputs and isinstance(new, fx.Node)):
+                continue
+            size = graph.insert_beside(torch.ops.aten.abs.default, (new,), before=write)
+            is_finite = graph.insert_beside(torch.ops.aten.lt.Scalar, (size, math.inf), before=write)
+            kept = graph.insert_beside(torch.ops.aten.where.self, (is_finite, new, old), before=write)
+            graph.set_arguments(write, (old, kept, *write.args[2:]), dict(write.kwargs))
+        return Change(pass_name=type(self).__name__, num_added=len(gm.graph.nodes) - before)
