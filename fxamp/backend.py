@@ -77,7 +77,7 @@ class Amp:
         try:
             return self._compile(gm, example_inputs, chosen)
         except Exception as error:
-            if untouched is None or isinstance(error, (errors.CudaGraphsUnavailable, errors.RuleOutOfReach, errors.CannotScale)):
+            if untouched is None or isinstance(error, _USERS_TO_SOLVE):
                 raise
             self._num_fallbacks += 1
             self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
@@ -236,6 +236,10 @@ class Amp:
         return self._scaler
 
 
+_USERS_TO_SOLVE: Final = (errors.CudaGraphsUnavailable, errors.RuleOutOfReach, errors.CannotScale)
+"""What raises under on_error="eager" too: a promise was asked for that cannot be kept."""
+
+
 # ---- the arrows, between this module and the stages -----------------------------------------------------------------------
 def _precision_on(device: torch.device, wanted: str) -> tuple[str, tuple[str, ...]]:
     """(the precision that a graph on `device` runs in, notes on why it is another than the one asked for)."""
@@ -262,13 +266,6 @@ def _lower(
 ) -> tuple[Compiled, JointRecord]:
     from fxamp import joint, lower  # Inductor takes a second to import; only compiling needs it
 
-    slots = tuple(captured.differentiable)
-    is_parameter = [captured.roles[node.name] == "parameter" for node in captured.differentiable.values()]
-    if scaler is not None:
-        _refuse_half_parameters(captured)
-        extra = scaler.inputs(len(slots), captured.device)
-        first = graph.append_inputs(gm, dict(zip(("loss_scale", "probe"), extra, strict=True)))
-        example_inputs = [*example_inputs, *graph.like_examples(extra, example_inputs)]
     settings = lower.Settings(
         lower=options.lower,
         mode=options.mode,
@@ -277,25 +274,36 @@ def _lower(
         keeps_roundings=keeps_roundings,
         tf32=made.variant == "tf32",
         relaxed=joint.relaxed(options.relaxed, made.low),
-        scaling=() if scaler is None else joint.scaling(
-            scale=first, probe=first + 1, slots=slots, statistics=captured.running_statistics
-        ),
     )
+    if scaler is not None:
+        slots = _slots(captured)
+        scale, probe = scaler.inputs(slots, captured.device)
+        first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
+        example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]
+        settings = dataclasses.replace(
+            settings,
+            scaling=joint.scaling(
+                scale=first, probe=first + 1, slots=tuple(slots), statistics=captured.running_statistics
+            ),
+        )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
     if scaler is not None:
-        run = scaler.around(run, slots, is_parameter, captured.device)
+        run = scaler.around(run, _slots(captured), captured.device)
     return transforms.guarded(run), program.record
 
 
-def _refuse_half_parameters(captured: Captured) -> None:
-    half = [
-        node.name
-        for node in captured.differentiable.values()
-        if captured.roles[node.name] == "parameter" and graph.value_of(node).dtype == torch.float16
-    ]
+def _slots(captured: Captured) -> dict[int, bool]:
+    """The inputs that get gradients, by position: is it a parameter?
+
+    Raises: CannotScale for parameters that are fp16 themselves.
+    """
+    inputs = captured.differentiable
+    parameters = {i: node for i, node in inputs.items() if captured.roles[node.name] == "parameter"}
+    half = [node.name for node in parameters.values() if graph.value_of(node).dtype == torch.float16]
     if half:
         raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0]} for one,")
+    return {i: i in parameters for i in inputs}
 
 
 def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

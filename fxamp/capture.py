@@ -101,7 +101,7 @@ class Captured:
     def running_statistics(self) -> tuple[int, ...]:
         """Positions of the inputs that batch or instance norms keep their statistics in."""
         inputs = {node: i for i, node in enumerate(self.gm.graph.find_nodes(op="placeholder"))}
-        norms = [n for n in self.gm.graph.nodes if n.op == "call_function" and self.facts[n.name].op in ("batch_norm", "instance_norm")]
+        norms = [n for n in self.gm.graph.nodes if self.facts[n.name].op in ("batch_norm", "instance_norm")]
         operands = {x for norm in norms for x in (*norm.args[1:3], *map(norm.kwargs.get, ("running_mean", "running_var")))}
         return tuple(sorted(inputs[x] for x in operands if isinstance(x, fx.Node) and x in inputs))
 

@@ -15,10 +15,10 @@ from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-from torch._guards import detect_fake_mode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 

@@ -38,14 +38,14 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
 
     One call for all of them, which no compiler sees into: what it reads lies in memory, rounded and overflowed.
 
-    Args: gradients: floating or complex, of any shape; slots: for each, where in the result it goes, several to one if need be.
+    Args: gradients: floating or complex, of any shape; slots: for each, where in the result it goes; several may go to one.
     Returns: fp32 [num_slots], 0 in slots without a gradient.
     """
     device = gradients[0].device
     found: dict[int, Tensor] = {}
     parts = [(slot, _numbers(x)) for slot, x in zip(slots, gradients, strict=True)]
     parts = [(slot, x) for slot, x in parts if x.numel() > 0]
-    norms: list[Tensor] = torch._foreach_norm([x for _, x in parts], math.inf) if parts else []
+    norms = torch._foreach_norm([x for _, x in parts], math.inf) if parts else ()
     for (slot, _), norm in zip(parts, norms, strict=True):
         value = _to_fp32(norm).to(device, non_blocking=True)
         found[slot] = torch.maximum(found[slot], value) if slot in found else value
@@ -53,7 +53,7 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
     return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
 
 
-@torch.library.register_fake("fxamp::largest")
+@torch.library.register_fake("fxamp::largest")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
     return gradients[0].new_empty((num_slots,), dtype=torch.float32)
 

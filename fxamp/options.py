@@ -133,7 +133,7 @@ def _check_choices(options: Options) -> None:
         )
     known = options.scaling in ("auto", "dynamic", None)
     if not (known or isinstance(options.scaling, (float, DynamicScale, StaticScale))):
-        raise errors.unknown("scaling", options.scaling, ("'auto'", "'dynamic'", "a float", "a DynamicScale", "None"))
+        raise errors.unknown("scaling", options.scaling, ("auto", "dynamic", "None", "a float", "a DynamicScale"))
     if options.lower == "eager" and scaling.resolve(options.scaling, options.precision) is not None:
         raise errors.InvalidOption(
             "gradients are scaled in the joint graph, and lower='eager' has none",

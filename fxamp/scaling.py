@@ -55,7 +55,7 @@ class DynamicScale:
             "growth_interval_steps": self.growth_interval_steps,
             "hysteresis_steps": self.hysteresis_steps,
         }.items():
-            _require(isinstance(steps, int) and steps >= 1, f"{name}={steps!r}", "It has to be a whole number from 1 on")
+            _require(steps >= 1 and steps == int(steps), f"{name}={steps!r}", "It has to be a whole number from 1 on")
         if self.at_floor not in FLOOR_ACTIONS:
             raise errors.unknown("at_floor", self.at_floor, FLOOR_ACTIONS)
         if self.at_floor == "raise precision":

@@ -49,15 +49,15 @@ def test_every_option_is_documented():
         ({"precision": "bf16", "ladder": ("bf16", "fp32")}, errors.InvalidOption,
          "ERROR[InvalidOption]: both precision='bf16' and ladder=('bf16', 'fp32') are given. A ladder names all precisions: "
          "leave precision out"),
-        ({"precision": "fp16"}, errors.NotYet,
-         "ERROR[NotYet]: precision='fp16' is not implemented yet. It needs loss scaling, which has not landed. Use 'bf16', "
-         "or say scaling=None to run fp16 unprotected (inference, or gradients that you know to be in range)"),
+        ({"precision": "fp16", "lower": "eager"}, errors.InvalidOption,
+         "ERROR[InvalidOption]: gradients are scaled in the joint graph, and lower='eager' has none. Use lower='inductor' or "
+         "'aot_eager', or scaling=None"),
+        ({"scaling": "dynamik"}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a float, a DynamicScale"),
         ({"precision": "fp8"}, errors.NotYet,
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
         ({"ladder": ("bf16", "fp32")}, errors.NotYet,
          "ERROR[NotYet]: ladder=('bf16', 'fp32') is not implemented yet. Give one precision"),
-        ({"scaling": 1024.0}, errors.NotYet,
-         "ERROR[NotYet]: scaling=1024.0 is not implemented yet. Leave it out, or say scaling=None"),
         ({"stats": "full"}, errors.NotYet, "ERROR[NotYet]: stats='full' is not implemented yet. Leave it out"),
     ],
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exce
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize("name", ["ladder", "scheduler", "process_group"])
+@pytest.mark.parametrize("name", ["ladder", "scheduler"])
 def test_what_has_not_landed_raises(name: str):
     with pytest.raises(errors.NotYet, match=name):
         fxamp.Amp(**{name: ("something",)})

@@ -77,7 +77,8 @@ class ScaleGradients:
         slots: list[int] = []
         nodes: list[fx.Node] = []
         for i, desc in gradients.items():
-            slots.append(slot_of.get(_input_of(desc), len(self.slots)))
+            position = _input_of(desc)
+            slots.append(len(self.slots) if position is None else slot_of.get(position, len(self.slots)))
             nodes.append(results[i])
         args = (nodes, slots, len(self.slots) + 1)
         return graph.insert_backward(ops.LARGEST, args, before=output, name="largest_gradients")
@@ -100,7 +101,7 @@ def _input_of(desc: Any) -> int | None:
 
 def _refuse_wrapped(inputs: list[fx.Node]) -> None:
     for node in inputs:
-        desc = node.meta.get("desc")
+        desc: Any = node.meta.get("desc")
         if not isinstance(desc, TangentAOTInput) and isinstance(_innermost(desc), TangentAOTInput):
             raise errors.CannotScale(
                 f"an output of the graph is a tensor subclass, whose gradient arrives in parts ({desc.expr()})",

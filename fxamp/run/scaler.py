@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -72,21 +71,21 @@ class Scaler:
             self._replicas[device] = state.scale.to(device)
         return self._replicas[device]
 
-    def inputs(self, num_slots: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Examples of the two inputs behind those of a graph: its scale and its probe."""
-        return self.scale_on(device), torch.zeros(num_slots + 1, device=device, requires_grad=True)
+    def inputs(self, slots: Mapping[int, bool], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Examples of the two inputs behind those of a graph: its scale and its probe. `slots` as in `around`."""
+        return self.scale_on(device), torch.zeros(len(slots) + 1, device=device, requires_grad=True)
 
-    def around(self, program: Compiled, slots: Sequence[int], parameters: Sequence[bool], device: torch.device) -> Compiled:
+    def around(self, program: Compiled, slots: Mapping[int, bool], device: torch.device) -> Compiled:
         """A compiled graph that takes scale and probe behind its inputs, as one that does not.
 
-        `slots`: which inputs have slots in the probe; `parameters`: which of those are parameters.
+        `slots`: the positions of the inputs that have slots in the probe, in their order: is it a parameter?
         """
         scale, flags, graph_id = self.scale_on(device), self._flags_on(device), next(self._graph_ids)
-        take = operator.itemgetter(*slots) if len(slots) > 1 else lambda args: (args[slots[0]],) if slots else ()
+        owners = [i if is_parameter else None for i, is_parameter in slots.items()]
 
         def call(*args: Any) -> Any:
-            owners = [x if is_parameter else None for x, is_parameter in zip(take(args), parameters, strict=True)]
-            return program(*args, scale, flags.probe(graph_id, owners))
+            probe = flags.probe(graph_id, [None if i is None else args[i] for i in owners])
+            return program(*args, scale, probe)
 
         return call
 
@@ -125,7 +124,7 @@ class Scaler:
             ids = set(map(id, skipping.parameters(optimizer)))
             if any(flags.knows(ids) for flags in scaler._flags.values()):
                 scaler._warn(
-                    f"a {type(optimizer).__name__} steps parameters whose gradients are scaled, and is not attached: a gradient "
+                    f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
                     "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
                     "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
                 )

@@ -43,7 +43,7 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises: CannotSkip for an optimizer whose step cannot be left out, CannotScale for parameters that cannot be protected."""
+    """Raises: CannotSkip for an optimizer whose step cannot be left out, CannotScale for fp16 parameters."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise errors.CannotSkip(
             "LBFGS evaluates the loss many times within one step, and line search compares losses of steps already taken",
@@ -57,7 +57,7 @@ def check(optimizer: Optimizer) -> None:
 def half_parameters(whose: str) -> errors.CannotScale:
     """The error for parameters that are fp16 themselves."""
     return errors.CannotScale(
-        f"{whose} are fp16: updates below 2^-11 of a weight are lost, and gradients are rounded to 2^-24 when they are unscaled",
+        f"{whose} are fp16: updates below 2^-11 of a weight are lost, and true gradients are rounded to multiples of 2^-24",
         way_out="Keep fp32 parameters (model.float()): fxamp computes in fp16 and updates fp32 master weights. Or use bf16 "
         "without scaling",
     )
@@ -75,7 +75,8 @@ def choose(optimizer: Optimizer, wish: str) -> Route:
     obstacle = _why_not_select(optimizer)
     if wish == "fused" and not reads_flag:
         raise errors.CannotSkip(
-            f"{type(optimizer).__name__} does not read found_inf", way_out="Build it with fused=True, or leave the route to fxamp"
+            f"{type(optimizer).__name__} does not read found_inf",
+            way_out="Build it with fused=True, or leave the route to fxamp",
         )
     if wish == "select" and obstacle:
         raise errors.CannotSkip(f"{type(optimizer).__name__}: {obstacle}", way_out="Leave the route to fxamp")
@@ -131,7 +132,7 @@ class Skip:
     def end(self) -> None:
         """Puts back what the step was not to change."""
         if self.route.name == "fused":
-            del self.optimizer.grad_scale, self.optimizer.found_inf
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
         is_bad = self.overflowed > 0
         for t, old in self._copies:
             t.copy_(torch.where(is_bad, old, t))

@@ -95,10 +95,11 @@ def test_a_step_left_out_changes_no_bit(name: str, route: str, bad: float):
     for step, factor in enumerate([bad, 1.0, bad, 1.0, bad, bad, 1.0]):
         torch.manual_seed(step)
         with_gradients(parameters, factor)
-        gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+        gradients = [None if p.grad is None else p.grad.view(torch.int32).clone() for p in parameters]
         before = everything(optimizer)
         optimizer.step()
-        assert all(torch.equal(p.grad, g) or not torch.isfinite(g).all() for p, g in zip(parameters, gradients, strict=True))
+        left = [None if p.grad is None else p.grad.view(torch.int32) for p in parameters]
+        assert all(map(same, left, gradients))  # bit patterns: a NaN equals none
         if factor == 1.0:
             torch.manual_seed(step)
             with_gradients(twins)
@@ -196,7 +197,7 @@ def test_a_closure_makes_its_gradients_within_the_step(name: str):
             return loss
 
         before = everything(optimizer)
-        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)  # pyright: ignore
         assert loss is not None
         assert same(everything(optimizer), before) == (step == 2)
     assert amp.read_skipped_steps() == 1
