@@ -16,13 +16,13 @@ w = torch.randn(8, 8, generator=torch.Generator().manual_seed(5)) / 3
 LOWEST = torch.finfo(torch.float32).min
 
 
-def same(fn, *inputs, tol: float = 3e-2, lower: str = "aot_eager", precisions=("bf16", "fp32")):
+def same(fn, *inputs, tol: float = 3e-2, lower: str = "aot_eager", precisions=("bf16", "fp32"), dynamic: bool | None = None):
     """Values, dtypes, requires_grad and mutated inputs are those of eager, in each precision."""
     for precision in precisions:
         torch._dynamo.reset()
         mine = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         theirs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        got = torch.compile(fn, backend=fxamp.Amp(precision=precision, lower=lower))(*mine)
+        got = torch.compile(fn, backend=fxamp.Amp(precision=precision, lower=lower), dynamic=dynamic)(*mine)
         want = fn(*theirs)
         limit = 1e-5 if precision == "fp32" else tol
         for g, t in zip([*tree_leaves(got), *mine], [*tree_leaves(want), *theirs], strict=True):
@@ -317,6 +317,10 @@ def test_what_stock_compiles_compiles(fn):
 def test_shapes_that_depend_on_data(fn):
     with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
         same(fn, x8, precisions=("bf16",))
+
+
+def test_a_cast_past_a_view_whose_sizes_are_symbols():
+    same(lambda x: (x @ w).sum(0) / x.shape[0] + x.view(-1)[:8], x8.clone().requires_grad_(), dynamic=True)
 
 
 @pytest.mark.parametrize("lower", ["eager", "aot_eager"])

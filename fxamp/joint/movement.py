@@ -152,9 +152,10 @@ def _swap_up(cast: fx.Node) -> fx.Node | None:
 
 
 def _call(move: fx.Node, value: Any) -> Any | None:
-    """What a move gives for another operand; None where the operand's strides do not allow it."""
+    """What a move gives for another value of its tensor; None where the strides of that do not allow it."""
+    sizes = [graph.value_of(x) for x in graph.operands(move)][1:]  # where shapes are symbolic, its sizes are operands too
     try:
-        return graph.call_on_fakes(move, [value])
+        return graph.call_on_fakes(move, [value, *sizes])
     except (RuntimeError, ValueError):  # a view that the strides do not allow
         return None
 
