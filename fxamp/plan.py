@@ -17,7 +17,8 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from fxamp import capture, errors, formats, graph, guards, optable, registered
+from fxamp import capture, errors, formats, graph, guards, legal, optable, registered
+from fxamp.calls import Calls
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy
@@ -102,23 +103,30 @@ def plan(
     Args: variant is a key of `formats.STORAGE`; output_dtype="low" lets outputs leave as they are computed; of `relaxed`,
     "low_residual" is decided here, before autograd, so that the gradient of a low residual stream is low too.
     """
+    calls = Calls(checked=legal.wants_full_check())
     if captured.ambient is not None:
         note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
-        return _plan(captured, Policy(), variant, output_dtype, note, ())
-    return _plan(captured, policy, variant, output_dtype, "", relaxed)
+        return _plan(captured, Policy(), variant, output_dtype, note, (), calls)
+    return _plan(captured, policy, variant, output_dtype, "", relaxed, calls)
 
 
 def _plan(
-    captured: Captured, policy: Policy, variant: str, output_dtype: str, note: str, relaxed: tuple[str, ...]
+    captured: Captured,
+    policy: Policy,
+    variant: str,
+    output_dtype: str,
+    note: str,
+    relaxed: tuple[str, ...],
+    calls: Calls,
 ) -> Plan:
     """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
     low = torch.float32 if note else formats.STORAGE[variant]
     bodies = {
         # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
-        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "", relaxed)
+        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "", relaxed, calls)
         for path, body in captured.bodies.items()
     }
-    made = _Planner(captured, policy, low, note, relaxed).plan(variant, output_dtype)
+    made = _Planner(captured, policy, low, note, relaxed, calls).plan(variant, output_dtype)
     return replace(made, bodies=MappingProxyType(bodies))
 
 
@@ -140,9 +148,16 @@ class _Planner:
     """The walk. `current` is what each node hands on, in the formats decided so far."""
 
     def __init__(
-        self, captured: Captured, policy: Policy, low: torch.dtype, note: str, relaxed: tuple[str, ...]
+        self,
+        captured: Captured,
+        policy: Policy,
+        low: torch.dtype,
+        note: str,
+        relaxed: tuple[str, ...],
+        calls: Calls,
     ) -> None:
         self.captured, self.policy, self.low, self.note, self.relaxed = captured, policy, low, note, relaxed
+        self.calls = calls
         self.position = {node: i for i, node in enumerate(captured.gm.graph.nodes)}
         self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
         self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
@@ -366,9 +381,12 @@ class _Planner:
         traced = graph.value_of(node)
         values = [self._convert(x, want) for x, want in zip(operands, wanted, strict=True)]
         try:
-            value = graph.call_on_fakes(node, values)
+            is_torchs = "::" not in (self.ops[node] or "::")
+            value = self.calls(node, values) if is_torchs else graph.call_on_fakes(node, values)
             refusal = graph.difference(value, traced, format_of=TRACED)
             return graph.with_history_of(traced, value) if refusal is None else None, refusal
+        except errors.FxampError:
+            raise
         except Exception as error:  # anything the operation raises is its way to say no
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             return None, f"refuses {formats.name(self.low)}: {first_line[:80]}"

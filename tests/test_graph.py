@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fxamp import errors, graph
@@ -64,3 +65,13 @@ def test_operands_come_in_order_and_repeat():
     seen: list[tuple[int, str]] = []
     graph.map_operands(stack, lambda i, n: (seen.append((i, n.name)), n)[1])
     assert seen == [(0, "l_x_"), (1, "l_y_"), (2, "l_x_")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((4, 8), (8, 1)), ((4, 8), (1, 4)), ((1, 8), (100, 1)), ((4, 1), (1, 7)), ((4, 8), (16, 1)), ((4, 8), (1, 0))],
+)
+def test_a_retyped_value_is_laid_out_as_a_cast_lays_it_out(shape: tuple[int, ...], strides: tuple[int, ...]):
+    with FakeTensorMode():
+        value = torch.empty_strided(shape, strides)
+        assert graph.retyped(value, torch.bfloat16).stride() == value.to(torch.bfloat16).stride()

@@ -28,6 +28,7 @@ LEVELS = MappingProxyType(
         "options": 3,
         "guards": 3,
         "instances": 3,
+        "calls": 3,
         "capture": 3,
         "registered": 3,
         "legal": 3,
