@@ -169,6 +169,7 @@ def test_gradients_below_the_format_arrive(lower: str):
     errors = []
     for backend in (amp, unprotected):
         low, high = copy.deepcopy(model), copy.deepcopy(model).double()
+        backend.attach(torch.optim.SGD(low.parameters(), lr=0.1))
         (torch.compile(low, backend=backend)(x).square().sum() * 1e-8).backward()
         (high(x.double()).square().sum() * 1e-8).backward()
         pairs = [(grad_of(p), grad_of(q)) for p, q in zip(low.parameters(), high.parameters(), strict=True)]
