@@ -1,0 +1,99 @@
+"""Two processes: where one overflows, both skip, and parameters stay equal bit for bit."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import distributed, nn
+
+import fxamp
+
+NUM_STEPS = 100
+BAD: dict[int, tuple[int, float]] = {0: (1, math.inf), 17: (0, math.nan), 18: (1, 1e38), 60: (0, math.inf)}
+"""Step -> (rank, what the loss is multiplied by)."""
+
+BAD_LOCALLY = 40
+"""A step with one bad number on rank 0, where no reduction of gradients tells rank 1 of it."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+def made(kind: str, amp: fxamp.Amp) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(torch.compile(model, backend=amp))  # pyright: ignore[reportArgumentType]
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model:
+        block.compile(backend=amp)
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # pyright: ignore
+
+
+def work(rank: int, kind: str, port: int, out: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=2)
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=fxamp.DynamicScale(growth_interval_steps=20))
+    model = made(kind, amp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    stood_still: list[int] = []
+    for step in range(NUM_STEPS):
+        x = torch.randn(4, 8, generator=generator)
+        optimizer.zero_grad()
+        bad_rank, factor = BAD.get(step, (0, 1.0))
+        (model(x).square().mean() * (factor if rank == bad_rank else 1.0)).backward()
+        if step == BAD_LOCALLY and rank == 0:
+            grad = next(p.grad for p in model.parameters() if p.grad is not None)
+            (grad.to_local() if hasattr(grad, "to_local") else grad).view(-1)[0] = math.inf  # pyright: ignore
+        before = [whole(p).detach().clone() for p in model.parameters()]
+        optimizer.step()
+        if all(torch.equal(whole(p), b) for p, b in zip(model.parameters(), before, strict=True)):
+            stood_still.append(step)
+    facts: dict[str, Any] = {
+        "parameters": [whole(p).detach().clone() for p in model.parameters()],
+        "stood_still": stood_still,
+        "state": amp.state_dict(),
+        "num_graphs": len(amp.graphs),
+    }
+    torch.save(facts, out / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_ranks_skip_together(kind: str, tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(work, args=(kind, port, tmp_path), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first["num_graphs"] > 0
+    assert first["stood_still"] == second["stood_still"] == sorted([*BAD, BAD_LOCALLY])
+    assert first["state"] == second["state"]
+    assert first["state"]["scaling"]["num_skipped"] == len(BAD) + 1
+    for p, q in zip(first["parameters"], second["parameters"], strict=True):
+        assert torch.equal(p, q)
+        assert torch.isfinite(p).all()
