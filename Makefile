@@ -15,7 +15,7 @@ READY := $(VENV)/.ready-$(TORCH)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ops test-deep mutants lint types examples readme size ops bench zoo ci
+.PHONY: help demo test test-all test-ops test-deep mutants lint types examples readme size ops optimizers bench zoo ci
 
 help:  ## this list
 	@awk -F ':.*## *' '/^[a-z-]+:.*##/ { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ size: $(READY)  ## files, lines, public names, options, import time
 
 ops: $(READY)  ## docs/ops.md from the table of operations
 	$(PYTHON) tools/op_table.py
+
+optimizers: $(READY)  ## the table of optimizers in docs/scaling.md
+	$(PYTHON) tools/optimizer_table.py
 
 bench: $(READY)  ## fxamp beside its peers on small models, three minutes; more: python -m bench --help
 	$(PYTHON) -m bench --quick --fresh

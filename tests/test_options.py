@@ -53,7 +53,8 @@ def test_every_option_is_documented():
          "ERROR[InvalidOption]: gradients are scaled in the joint graph, and lower='eager' has none. Use lower='inductor' or "
          "'aot_eager', or scaling=None"),
         ({"scaling": "dynamik"}, errors.UnknownOption,
-         "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a float, a DynamicScale"),
+         "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a float, "
+         "a DynamicScale"),
         ({"precision": "fp8"}, errors.NotYet,
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
         ({"ladder": ("bf16", "fp32")}, errors.NotYet,

@@ -326,6 +326,11 @@ class Attachment:
         return (args[0], evaluated, *args[2:]), kwargs
 
     def _begin(self, optimizer: Optimizer) -> None:
+        if self._skip is None and hasattr(optimizer, "found_inf"):  # not left behind by a step of ours that raised
+            raise errors.CannotSkip(
+                f"a GradScaler steps this {type(optimizer).__name__}, whose gradients fxamp has already unscaled",
+                way_out="Leave the GradScaler out: loss.backward(); optimizer.step()",
+            )
         scaler = self.scaler()
         bad = scaler.verdict(optimizer) if scaler is not None else None
         if bad is None:

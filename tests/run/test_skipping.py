@@ -162,6 +162,18 @@ def test_a_step_that_raises_ends_with_itself():
     assert amp.read_skipped_steps() == 1
 
 
+def test_a_grad_scaler_around_a_fused_optimizer_is_refused():
+    """Both would set the flag that its kernels read, and they would divide nothing by GradScaler's scale."""
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([p], lr=1.0, fused=True)
+    fxamp.Amp(precision="fp16").attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(errors.CannotSkip, match="Leave the GradScaler out"):
+        scaler.step(optimizer)
+    assert p.tolist() == [0.0, 0.0]
+
+
 def test_sparse_gradients_are_waited_for():
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = optim.SparseAdam(list(table.parameters()), lr=0.1)
