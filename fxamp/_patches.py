@@ -27,10 +27,11 @@ class Repair:
 MUTATED_READS: Final = Repair(
     name="mutated-reads",
     symptom="`self.steps += 1; return y / self.steps` has wrong gradients under every partitioned backend",
-    cause="the min-cut partitioner recomputes, in the backward, a read of an input that the forward has written since",
+    cause="the min-cut partitioner recomputes, in the backward, a read of an input that the forward has written since; and "
+    "Inductor removes a clone of it, whose readers in the backward then read what was written",
     link="https://github.com/pytorch/pytorch/issues/197039",
     versions="seen on 2.11 to 2.13",
-    repair="fxamp.joint.repair.SaveReadsOfMutated marks such reads as MUST_SAVE",
+    repair="fxamp.joint.repair.SaveReadsOfMutated marks such reads as MUST_SAVE, and makes such clones opaque",
     delete_when="tests/joint/test_repair.py::test_upstream_still_wrong fails",
 )
 

@@ -97,7 +97,7 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
     """fxamp's passes, each checked; what they did goes into `record`."""
     if not settings.joint_passes:
         return ()
-    chosen = (*joint.repairs(keeps_roundings=settings.keeps_roundings), *settings.relaxed, *joint.EXACT)
+    chosen = joint.order(keeps_roundings=settings.keeps_roundings, relaxed=settings.relaxed)
     checks: list[Callable[[fx.GraphModule], None]] = []
 
     def begin(gm: fx.GraphModule) -> None:

@@ -80,7 +80,7 @@ def test_the_joint_passes_run_under_aot_eager():
     amp = fxamp.Amp(precision="bf16", lower="aot_eager")
     torch.compile(mlp(8, 8, 8), backend=amp)(torch.randn(2, 8)).sum().backward()
     variant = amp.graphs[0].variants["bf16"]
-    passes = (*joint.repairs(keeps_roundings=False), *joint.EXACT)
+    passes = joint.order(keeps_roundings=False)
     assert [c.pass_name for c in variant.joint_changes] == [type(p).__name__ for p in passes]
     targets = {str(n.target) for n in variant.joint.graph.nodes}
     assert "aten.mm.default" in targets

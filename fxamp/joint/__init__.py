@@ -21,11 +21,13 @@ from fxamp.joint.scale import KeepFiniteStatistics, ScaleGradients
 from fxamp.passes import Pass
 
 
-def repairs(*, keeps_roundings: bool) -> tuple[Pass, ...]:
-    """Repairs of upstream faults. `keeps_roundings`: the user's program narrows, and wants its roundings."""
+def order(*, keeps_roundings: bool, relaxed: tuple[Pass, ...] = ()) -> tuple[Pass, ...]:
+    """All passes on a joint graph, but loss scaling. `keeps_roundings`: the user's program narrows, and wants its roundings."""
     return (
-        SaveReadsOfMutated(),
-        KeepRoundings(keeps_roundings and _patches.roundings_need_an_op()),
+        KeepRoundings(keeps_roundings and _patches.roundings_need_an_op()),  # first: it knows casts by their marks
+        *relaxed,  # before EXACT, which tidies up
+        *EXACT,
+        SaveReadsOfMutated(),  # last: a pass that replaced what it marks would lose the mark, and gradients be wrong
     )
 
 
@@ -51,7 +53,7 @@ def scaling(*, scale: int, probe: int, slots: tuple[int, ...], statistics: tuple
 
 
 def relaxed(names: tuple[str, ...], low: torch.dtype) -> tuple[Pass, ...]:
-    """The RELAXED passes on the joint graph among the names that were asked for. They run before EXACT ones, which tidy up."""
+    """The RELAXED passes on the joint graph among the names that were asked for."""
     return tuple(make(low) for name, make in RELAXED.items() if name in names)
 
 

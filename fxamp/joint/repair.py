@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxamp import graph, ops
-from fxamp.joint.layout import is_view
+from fxamp.joint.layout import is_view, layout
 from fxamp.passes import Change
 
 
@@ -18,11 +18,13 @@ from fxamp.passes import Change
 class SaveReadsOfMutated:
     """Saves, instead of recomputing, what the forward computed from an input that it writes later (`mutated-reads`).
 
-    requires: joint graph, mutations as `copy_` into placeholders.  changes: `meta["recompute"]`.  keeps: every value.
+    requires: joint graph, mutations as `copy_` into placeholders.  changes: `meta["recompute"]`, targets.  keeps: every value.
 
         n: "i64[]" = add(steps, 1)                 n: ... = add(steps, 1)      # MUST_SAVE
         z: "f32[B]" = div(y, n)               ->   z: ... = div(y, n)
         copy_(steps, n)                            copy_(steps, n)             # a recomputed add would count twice
+
+    A `clone` becomes an opaque copy besides: Inductor takes it for nothing, and the backward would read what was written.
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
@@ -36,6 +38,7 @@ class SaveReadsOfMutated:
             for reader in _readers(destination):
                 if reader in needed and "recompute" not in reader.meta:
                     graph.set_meta(reader, {"recompute": CheckpointPolicy.MUST_SAVE})
+                    _make_opaque(reader)
                     num_marked += 1
         return Change(pass_name=type(self).__name__, num_marked=num_marked)
 
@@ -59,6 +62,16 @@ class KeepRoundings:
                 graph.retarget(node, ops.ROUND_TO)
                 num_marked += 1
         return Change(pass_name=type(self).__name__, num_marked=num_marked)
+
+
+def _make_opaque(reader: fx.Node) -> None:
+    """Makes a `clone` that changes no strides a call that Inductor does not see into."""
+    if reader.target is not torch.ops.aten.clone.default:
+        return
+    source, value = graph.value_of(reader.all_input_nodes[0]), graph.value_of(reader)
+    if layout(source) == layout(value):
+        graph.retarget(reader, ops.ROUND_TO)
+        graph.set_arguments(reader, (reader.args[0], value.dtype), {})
 
 
 def _needed_by_backward(gm: fx.GraphModule) -> frozenset[fx.Node]:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fxamp
@@ -35,6 +36,30 @@ def gradients(model: Fn, **options) -> torch.Tensor:
 def test_the_backward_sees_what_the_forward_saw(lower: str, view: bool):
     model = counting(view)
     got = gradients(model, backend="fxamp", options={"precision": "fp32", "lower": lower})
+    assert relative_error(got, gradients(model)) < 1e-6
+
+
+@pytest.mark.parametrize("read", [lambda slope: -slope, lambda slope: slope.flip(0).view(2, 4).abs().view(8)])
+def test_what_is_saved_is_saved_after_casts_have_moved(read):
+    def forward(m, x):
+        y = F.prelu(m.lin(x), read(m.slope))  # its cast to bf16 moves above what `read` does, and replaces it
+        m.slope += 5
+        return y
+
+    model = Fn(forward, lin=nn.Linear(8, 8), slope=torch.rand(8))
+    got = gradients(model, backend=fxamp.Amp(precision="bf16", lower="aot_eager"))
+    assert relative_error(got, gradients(model)) < 3e-2
+
+
+@pytest.mark.parametrize("lower", ["inductor", "aot_eager"])
+def test_a_clone_is_a_copy(lower: str):
+    def forward(m, x):
+        y = m.lin(x) * m.slope.clone()  # which plain Inductor removes, and then saves what is written below
+        m.slope += 5
+        return y
+
+    model = Fn(forward, lin=nn.Linear(8, 8), slope=torch.rand(8))
+    got = gradients(model, backend=fxamp.Amp(precision="fp32", lower=lower))
     assert relative_error(got, gradients(model)) < 1e-6
 
 
