@@ -22,7 +22,7 @@ from fxamp.passes import Pass
 
 
 def order(*, keeps_roundings: bool, relaxed: tuple[Pass, ...] = ()) -> tuple[Pass, ...]:
-    """All passes on a joint graph, but loss scaling. `keeps_roundings`: the user's program narrows, and wants its roundings."""
+    """All passes on a joint graph, but loss scaling. `keeps_roundings`: the program narrows, and wants its roundings."""
     return (
         KeepRoundings(keeps_roundings and _patches.roundings_need_an_op()),  # first: it knows casts by their marks
         *relaxed,  # before EXACT, which tidies up
