@@ -270,6 +270,88 @@ def test_gradients_from_outside_of_compiled_graphs_are_looked_at():
     assert same(everything(optimizer), before)
 
 
+# ---- unusual loops --------------------------------------------------------------------------------------------------------
+def test_hooks_that_step_within_the_backward_skip_once_and_move_the_scale_once():
+    """The flags of a graph may arrive after its gradients: no reason to skip the next step too."""
+    model = mlp(8, 16, 4)
+    amp = scaled(scaling=fxamp.DynamicScale(growth_interval_steps=2))
+    optimizers = {p: optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()  # pyright: ignore[reportArgumentType]
+        optimizers[p].zero_grad()  # pyright: ignore[reportArgumentType]
+
+    for p, optimizer in optimizers.items():
+        amp.attach(optimizer)
+        p.register_post_accumulate_grad_hook(step)
+    run = torch.compile(model, backend=amp)
+    seen = []
+    for (x, y), factor in zip(batches(6), (1.0, 1.0, INF, 1.0, 1.0, 1.0), strict=True):
+        (F.mse_loss(run(x), y) * factor).backward()
+        seen.append((amp.read_skipped_steps(), amp.read_loss_scale()))
+    low, mid, high = (0, 2.0**16), (4, 2.0**16), (0, 2.0**17)
+    assert seen == [low, high, mid, mid, (4, 2.0**17), (4, 2.0**17)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_of_two_amps_steps_only_if_both_say_so(fused: bool):
+    parts = mlp(8, 16, 4), mlp(8, 16, 4)
+    amps = scaled(), scaled()
+    optimizer = optim.AdamW([p for part in parts for p in part.parameters()], fused=fused)
+    for amp in amps:
+        amp.attach(optimizer)
+    runs = [torch.compile(part, backend=amp) for part, amp in zip(parts, amps, strict=True)]
+    for (x, y), factors in zip(batches(4), ((1, 1), (INF, 1), (1, INF), (1, 1)), strict=True):
+        before = everything(optimizer)
+        sum((F.mse_loss(run(x), y) * factor for run, factor in zip(runs, factors, strict=True)), x.new_zeros(())).backward()
+        for p in (p for part in parts for p in part.parameters()):
+            assert p.grad is not None
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)  # the flags alone know
+        optimizer.step()
+        assert same(everything(optimizer), before) == (INF in factors)
+        optimizer.zero_grad()
+    assert [(amp.read_skipped_steps(), amp.read_loss_scale()) for amp in amps] == [(2, 2.0**15)] * 2
+
+
+def test_loading_in_the_middle_of_a_round_begins_a_new_one():
+    model = Fn(lambda m, x: m.a(x) + m.b(x), a=nn.Linear(8, 4), b=nn.Linear(8, 4))
+    amp = scaled()
+    first, second = optim.SGD(model.a.parameters(), lr=0.1), optim.SGD(model.b.parameters(), lr=0.1)
+    for optimizer in (first, second):
+        amp.attach(optimizer)
+    x, y = next(batches(1))
+    F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+    first.step()
+    amp.load_state_dict(amp.state_dict())
+    first.step()
+    second.step()
+    assert amp.read_skipped_steps() == 0
+
+
+def test_gradients_are_looked_at_and_left_alone():
+    p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
+    optimizer, amp = optim.SGD([p, q], lr=1.0), scaled()
+    amp.attach(optimizer)
+    p.grad = torch.ones(()).expand(3)  # of one number: not to be written to
+    q.grad = torch.ones(2)
+    weight = torch.ones(2, requires_grad=True)
+    loss = (q.grad * weight).sum()  # saves the gradient
+    optimizer.step()
+    loss.backward()
+    assert (p.tolist(), q.tolist()) == ([-1.0] * 3, [-1.0] * 2)
+
+
+def test_parameters_that_come_and_go_leave_nothing_behind():
+    model, amp = mlp(8, 16, 4), scaled()
+    run = torch.compile(lambda parts, x: torch.func.functional_call(model, parts, (x,)), backend=amp)
+    for _ in range(300):
+        parts = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+        run(parts, torch.randn(16, 8)).sum().backward()
+    del parts
+    (flags,) = amp._scaler._flags.values()  # pyright: ignore[reportOptionalMemberAccess]
+    assert (len(flags._owners), len(flags._probes), len(flags.arrivals)) == (5, 0, 0)
+
+
 # ---- what is said ---------------------------------------------------------------------------------------------------------
 def test_an_optimizer_that_is_not_attached_is_told_of_once():
     model, (x, y) = mlp(8, 16, 4), next(batches(1))

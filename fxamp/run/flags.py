@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,6 +27,8 @@ class Flags:
         self._owners: list[int | None] = []
         """For each slot, the id of its parameter; None: a gradient of something else."""
         self._probes: dict[tuple[Any, ...], Tensor] = {}
+        self._released: dict[int, list[slice]] = {}
+        """Slots of probes that are gone, by their number."""
         self._masks: dict[frozenset[int | None], Tensor] = {}
         self.arrivals: Final[set[int]] = set()
         """Ids of the parameters whose gradients have arrived since somebody cleared the set."""
@@ -39,27 +41,44 @@ class Flags:
         return self._new_probe(key, parameters) if found is None else found
 
     def _new_probe(self, key: tuple[Any, ...], parameters: Sequence[Tensor | None]) -> Tensor:
-        start = len(self._owners)
         owners = [None if p is None else id(p) for p in parameters]
-        self._owners += [*owners, None]
-        stop = len(self._owners)
-        while stop > len(self._store):
-            self._store = torch.cat([self._store, torch.zeros_like(self._store)])
-        self._masks.clear()
-        probe = torch.zeros(stop - start, device=self._store.device, requires_grad=True)
+        span = self._room_for([*owners, None])
+        probe = torch.zeros(span.stop - span.start, device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
-        probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, slice(start, stop), ids))
+        probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids))
         self._probes[key] = probe
+        this = weakref.ref(self)
+        # A backward that is still to come keeps its probe alive, and its parameters.
+        weakref.finalize(probe, _call, this, Flags.release, span).atexit = False
         for parameter in parameters:
             if parameter is not None:
-                weakref.finalize(parameter, _forget, weakref.ref(self), key, id(parameter)).atexit = False
+                weakref.finalize(parameter, _call, this, Flags.forget, key, id(parameter)).atexit = False
         return probe
+
+    def _room_for(self, owners: list[int | None]) -> slice:
+        """Slots with these owners, zero all of them."""
+        self._masks.clear()
+        released = self._released.get(len(owners))
+        if released:
+            span = released.pop()
+            self._store[span].zero_()
+        else:
+            span = slice(len(self._owners), len(self._owners) + len(owners))
+            while span.stop > len(self._store):
+                self._store = torch.cat([self._store, torch.zeros_like(self._store)])
+        self._owners[span] = owners
+        return span
+
+    def release(self, span: slice) -> None:
+        """A probe is gone: its slots are free."""
+        self._owners[span] = [None] * (span.stop - span.start)
+        self._masks.clear()
+        self._released.setdefault(span.stop - span.start, []).append(span)
 
     def forget(self, key: tuple[Any, ...], owner: int) -> None:
         """A parameter is gone: its id may come back as another tensor's."""
         self._probes.pop(key, None)
-        self._owners = [None if known == owner else known for known in self._owners]
-        self._masks.clear()
+        self.arrivals.discard(owner)
 
     def _arrive(self, span: slice, ids: frozenset[int], probe: Tensor) -> None:
         assert probe.grad is not None
@@ -98,10 +117,10 @@ class Flags:
         return self._masks[wanted]
 
 
-def _forget(flags: weakref.ref[Flags], key: tuple[Any, ...], owner: int) -> None:
+def _call(flags: weakref.ref[Flags], method: Callable[..., None], *args: Any) -> None:
     known = flags()
     if known is not None:
-        known.forget(key, owner)
+        method(known, *args)
 
 
 def _on(device: torch.device, values: Tensor) -> Tensor:

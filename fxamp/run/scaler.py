@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
@@ -45,6 +46,10 @@ class Scaler:
         self._loaded: Mapping[str, Any] | None = None
         self._attached: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped_within: set[int] = set()
+        """Ids of the parameters that hooks have stepped while a backward still runs."""
+        self._waits_for_task = -1
+        """The backward, by autograd's number, at whose end a round ends."""
         self._overflowed: Tensor | None = None
         """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
         self._at_floor = Mailbox()
@@ -102,12 +107,16 @@ class Scaler:
         if optimizer in self._attached:
             self._attached[optimizer].choose(route)
             return
-        attachment = Attachment(scaler=weakref.ref(self), wish=route, route=skipping.choose(optimizer, route))
-        attachment.optimizer = weakref.ref(optimizer)
+        attachment = _attachment_of(optimizer)
+        if attachment is None:
+            attachment = Attachment(optimizer=weakref.ref(optimizer), wish=route, route=skipping.choose(optimizer, route))
+            optimizer.register_step_pre_hook(attachment.before)
+            optimizer.register_step_post_hook(attachment.after)
+            optimizer.zero_grad = _telling(optimizer.zero_grad, attachment.dropped)
+        else:  # of another Amp, which has compiled another part of the model, or the model as it was before
+            attachment.choose(route)
+        attachment.scalers += (weakref.ref(self),)
         self._attached[optimizer] = attachment
-        optimizer.register_step_pre_hook(attachment.before)
-        optimizer.register_step_post_hook(attachment.after)
-        optimizer.zero_grad = _telling(optimizer.zero_grad, attachment.dropped)
 
     @property
     def routes(self) -> tuple[tuple[str, Route], ...]:
@@ -173,12 +182,32 @@ class Scaler:
         state = self.state_on(bad.device)
         state.num_skipped.add_(bad)
         ids = {id(p) for p in skipping.parameters(optimizer)}
+        self._forget_flags(ids)
+        self._stepped.add(optimizer)
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            self._end_round()
+            return
+        # A hook on a parameter steps it within the backward, whose flags may arrive after it.
+        self._stepped_within |= ids
+        if task != self._waits_for_task:
+            self._waits_for_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._forget_flags(self._stepped_within)
+        self._stepped_within = set()
+        self._end_round()
+
+    def _end_round(self) -> None:
+        if not any(self._has_got_gradients(other) for other in self._attached):
+            self._update()
+
+    def _forget_flags(self, ids: set[int]) -> None:
         for flags in self._flags.values():
             flags.clear(ids)
             flags.arrivals.difference_update(ids)
-        self._stepped.add(optimizer)
-        if not any(self._has_got_gradients(other) for other in self._attached):
-            self._update()
 
     def _has_got_gradients(self, optimizer: Optimizer) -> bool:
         ids = {id(p) for p in skipping.parameters(optimizer)}
@@ -252,6 +281,7 @@ class Scaler:
         LossScale(self.config, torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
         self._loaded = dict(state)
         self._overflowed = None
+        self._stepped.clear()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()
@@ -267,29 +297,37 @@ def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Cal
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device."""
+    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device, and writes none:
+    they may be expanded, shared, or saved for somebody's backward."""
     found = torch.zeros((), device=device)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
         numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
         numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
-        by_device.setdefault(numbers.device, []).append(numbers)
-    for place, together in by_device.items():
-        flag, one = torch.zeros((), device=place), torch.ones((), device=place)
-        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one)
-        found = torch.maximum(found, flag.to(device, non_blocking=True))
+        if numbers.numel() > 0:
+            by_device.setdefault(numbers.device, []).append(numbers)
+    for together in by_device.values():
+        norms = torch._foreach_norm(together, math.inf)
+        finite = torch.isfinite(torch.stack([norm.double() if norm.dtype == torch.float64 else norm.float() for norm in norms]))
+        found = torch.maximum(found, (~finite).any().to(device, torch.float32, non_blocking=True))
     return found
+
+
+def _attachment_of(optimizer: Optimizer) -> Attachment | None:
+    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+    return next((owner for owner in hooks if isinstance(owner, Attachment)), None)
 
 
 @dataclass(kw_only=True)
 class Attachment:
     """The hooks on one optimizer."""
 
-    scaler: weakref.ref[Scaler]
+    optimizer: weakref.ref[Optimizer]
     wish: str
     route: Route
-    optimizer: weakref.ref[Optimizer] = field(init=False)
+    scalers: tuple[weakref.ref[Scaler], ...] = ()
+    """Those of all Amps that it is attached to: a step is left out if any of them says so, and all of them learn of it."""
     _skip: Skip | None = None
     _step: FrameType | None = None
     """The outermost call of `step` that runs; left behind by one that raised."""
@@ -331,15 +369,15 @@ class Attachment:
                 f"a GradScaler steps this {type(optimizer).__name__}, whose gradients fxamp has already unscaled",
                 way_out="Leave the GradScaler out: loss.backward(); optimizer.step()",
             )
-        scaler = self.scaler()
-        bad = scaler.verdict(optimizer) if scaler is not None else None
-        if bad is None:
+        verdicts = [verdict for scaler in self._live() if (verdict := scaler.verdict(optimizer)) is not None]
+        if not verdicts:
+            self.dropped()  # what has arrived was for gradients that are gone
             return
         route = self.route
         if route.name != "wait" and (self._num_states is None or not skipping.has_its_state(optimizer)):
             # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
             route = Route(name="wait", why="this step would make state")
-        self._skip = Skip(optimizer=optimizer, route=route, overflowed=bad)
+        self._skip = Skip(optimizer=optimizer, route=route, overflowed=functools.reduce(torch.maximum, verdicts))
         self._skip.begin()
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -348,21 +386,25 @@ class Attachment:
             return
         self._step = None
         skip, self._skip = self._skip, None
-        scaler = self.scaler()
-        if skip is None or scaler is None:
+        if skip is None:
             return
         skip.end()
         self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
         if len(optimizer.state) != self._num_states:
             self._num_states = len(optimizer.state)
             self.choose(self.wish)
-        scaler.stepped(optimizer, skip.overflowed)
+        for scaler in self._live():
+            scaler.stepped(optimizer, skip.overflowed)
 
     def dropped(self) -> None:
         """Before zero_grad."""
-        scaler, optimizer = self.scaler(), self.optimizer()
-        if scaler is not None and optimizer is not None:
-            scaler.dropped(optimizer)
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            for scaler in self._live():
+                scaler.dropped(optimizer)
+
+    def _live(self) -> list[Scaler]:
+        return [scaler for ref in self.scalers if (scaler := ref()) is not None]
 
 
 def _is_running(call: FrameType, frame: FrameType | None) -> bool:
