@@ -308,9 +308,9 @@ def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor
         if numbers.numel() > 0:
             by_device.setdefault(numbers.device, []).append(numbers)
     for together in by_device.values():
-        norms = torch._foreach_norm(together, math.inf)
-        finite = torch.isfinite(torch.stack([norm.double() if norm.dtype == torch.float64 else norm.float() for norm in norms]))
-        found = torch.maximum(found, (~finite).any().to(device, torch.float32, non_blocking=True))
+        wide = torch.float64 if any(x.dtype == torch.float64 for x in together) else torch.float32
+        norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(together, math.inf)])
+        found = torch.maximum(found, (~torch.isfinite(norms)).any().to(device, torch.float32, non_blocking=True))
     return found
 
 
