@@ -47,7 +47,7 @@ class Flags:
         ids = frozenset(owner for owner in owners if owner is not None)
         probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids))
         self._probes[key] = probe
-        this = weakref.ref(self)
+        this: weakref.ref[Flags] = weakref.ref(self)
         # A backward that is still to come keeps its probe alive, and its parameters.
         weakref.finalize(probe, _call, this, Flags.release, span).atexit = False
         for parameter in parameters:

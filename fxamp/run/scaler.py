@@ -115,7 +115,7 @@ class Scaler:
             optimizer.zero_grad = _telling(optimizer.zero_grad, attachment.dropped)
         else:  # of another Amp, which has compiled another part of the model, or the model as it was before
             attachment.choose(route)
-        attachment.scalers += (weakref.ref(self),)
+        attachment.join(self)
         self._attached[optimizer] = attachment
 
     @property
@@ -297,8 +297,8 @@ def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Cal
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device, and writes none:
-    they may be expanded, shared, or saved for somebody's backward."""
+    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device, and writes
+    none: they may be expanded, shared, or saved for somebody's backward."""
     found = torch.zeros((), device=device)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -335,6 +335,10 @@ class Attachment:
     """Steps left out, fp32 []; None before the first step."""
     _num_states: int | None = None
     """Entries of the optimizer's state when the route was chosen; None: before its first step."""
+
+    def join(self, scaler: Scaler) -> None:
+        """Lets a scaler have its say, and learn of steps."""
+        self.scalers += (weakref.ref(scaler),)
 
     def choose(self, wish: str) -> None:
         """Chooses the route anew. Raises: as `skipping.choose`; then nothing has changed."""
