@@ -84,9 +84,9 @@ class Amp:
             return _compile_untouched(untouched, example_inputs, chosen)
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-        shown, normal = graph.forget_inputs(graph.clone(gm)), graph.clone(gm)
+        normal = graph.clone(gm)
         normalized = passes.run(normal, rewrite.normalize(options.relaxed), legal.checker(legal.REWRITTEN, gm))
-        captured = capture.capture(normal, example_inputs)
+        captured = capture.take(normal, example_inputs)
         instances.check(options.policy, (facts.module for facts in captured.everywhere))
         precision, notes = _precision_on(captured.device, options.precision)
         made = plan.plan(
@@ -113,8 +113,9 @@ class Amp:
             notes += ("the program holds floats narrower than fp32: Inductor is asked to keep their roundings",)
         scaler = self._scaler if captured.trains else None
         run, joint_record = _lower(
-            graph.clone(rewritten), example_inputs, captured, made, options, replay, keeps_roundings, scaler
+            rewritten, example_inputs, captured, made, options, replay, keeps_roundings, scaler
         )
+        shown = graph.forget_inputs(graph.clone(gm) if any(change.edits for change in normalized) else captured.gm)
         record = VariantRecord(
             precision=precision,
             shown=shown,
@@ -278,6 +279,7 @@ def _lower(
     if scaler is not None:
         slots = _slots(captured)
         scale, probe = scaler.inputs(slots, captured.device)
+        gm = graph.clone(gm)  # people look at the one without these inputs
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]
         settings = dataclasses.replace(
@@ -326,9 +328,9 @@ def _digest(captured: Captured, made: Plan, settings: object) -> str:
     """Names everything that decides the compiled graph and that PyTorch's cache keys do not see; equal across processes."""
     values = [graph.value_of(node) for node in captured.gm.graph.find_nodes(op="placeholder")]
     inputs = [(str(t.dtype), str(tuple(t.shape)), t.requires_grad) for v in values for t in graph.tensors_of(v)]
-    code = [part.code for part in graph.all_of(captured.gm)]
-    functions = passes.file_hash(ops.__file__), ops.allowed_kernels()  # the code has but their names
-    text = repr((__version__, torch.__version__, functions, code, inputs, captured.trains, made.digest(), settings))
+    calls = [graph.text_of(part) for part in graph.all_of(captured.gm)]
+    functions = passes.file_hash(ops.__file__), ops.allowed_kernels()  # the calls have but their names
+    text = repr((__version__, torch.__version__, functions, calls, inputs, captured.trains, made.digest(), settings))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -87,9 +87,10 @@ class Captured:
         """The facts of the graph's nodes and of those of all graphs nested in it."""
         return (*self.facts.values(), *(facts for body in self.bodies.values() for facts in body.everywhere))
 
-    def callers(self, path: str) -> list[fx.Node]:
-        """The higher-order operations that call a body."""
-        return [node for node in self.gm.graph.nodes if path in graph.bodies(node)]
+    @functools.cached_property
+    def callers(self) -> Mapping[str, list[fx.Node]]:
+        """The higher-order operations that call each body."""
+        return graph.callers(self.gm.graph.nodes)
 
     @property
     def differentiable(self) -> dict[int, fx.Node]:
@@ -112,14 +113,18 @@ class Captured:
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Copies the graph and gathers its facts. `gm`, which Dynamo still reads, is left untouched."""
-    pristine = graph.clone(gm)
-    device = _device(example_inputs, list(pristine.graph.nodes))
+    return take(graph.clone(gm), example_inputs)
+
+
+def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """Gathers the facts of a graph that nobody else edits."""
+    device = _device(example_inputs, list(gm.graph.nodes))
     surroundings = _Surroundings(
         device=device,
         ambient=_ambient_autocast(device),
         trains=torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs),
     )
-    return _captured(pristine, surroundings, dict(_roles(pristine, example_inputs)))
+    return _captured(gm, surroundings, dict(_roles(gm, example_inputs)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +150,10 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
     floats = [t.dtype for node in nodes for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()]
     facts = dict(_facts(nodes, around))
     in_functorch = inside_functorch(nodes, around.in_functorch)
-    bodies = {path: _body(path, inner, nodes, facts, in_functorch, around) for path, inner in graph.nested(gm).items()}
+    callers = graph.callers(nodes)
+    bodies = {
+        path: _body(inner, callers.get(path, ()), facts, in_functorch, around) for path, inner in graph.nested(gm).items()
+    }
     return Captured(
         gm=gm,
         facts=MappingProxyType(facts),
@@ -164,15 +172,13 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
 
 
 def _body(
-    path: str,
     gm: fx.GraphModule,
-    nodes: Sequence[fx.Node],
+    callers: Sequence[fx.Node],
     facts: dict[str, Facts],
     in_functorch: dict[fx.Node, bool],
     around: _Surroundings,
 ) -> Captured:
     """A nested graph, in the surroundings of the operations that call it. Where they differ, the strictest counts."""
-    callers = [node for node in nodes if path in graph.bodies(node)]
     regions = {facts[node.name].region for node in callers}
     region: Region = "users" if "users" in regions else "opted_out" if "opted_out" in regions else "none"
     declared = [_declaration(node) for node in callers]
@@ -287,12 +293,16 @@ def _switches_mode(node: fx.Node) -> bool:
     """Grad mode, autocast, inference mode, functorch levels, streams: a node of torch with no tensor in or out."""
     if node.op != "call_function" or isinstance(node.target, (OpOverload, OpOverloadPacket, HigherOrderOperator)):
         return False
+    if isinstance(graph.value_of(node), torch.Tensor):  # nearly always
+        return False
     return not graph.tensors_of([graph.value_of(n) for n in (node, *node.all_input_nodes)]) and _belongs_to_torch(
         node.target
     )
 
 
 def _region(node: fx.Node, autocast: list[tuple[str, bool]], around: Region) -> Region:
+    if not autocast:
+        return around
     devices = {t.device.type for n in (node, *node.all_input_nodes) for t in graph.tensors_of(graph.value_of(n))}
     inner = [enabled for device_type, enabled in autocast if device_type in devices]
     if not inner:
@@ -320,12 +330,19 @@ def _classes(node: fx.Node) -> tuple[str, ...]:
 
 def source_line(node: fx.Node) -> tuple[str, str]:
     """("train.py:33", "y = self.l(x)") of the user's innermost line behind a node; two empty strings if unknown."""
-    trace = node.meta.get("stack_trace") or ""
-    frames = list(_FRAME.finditer(trace))
-    if not frames:
+    line = _innermost(node.meta.get("stack_trace") or "")
+    if line is None:
         stack = node.meta.get("nn_module_stack")
         owner = list(stack.values())[-1][1] if stack else None
         return (f"{_module_path(node)} ({getattr(owner, '__name__', owner)})".strip(), "") if owner else ("", "")
+    return line
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a stack have equal traces, and a long text takes long to search
+def _innermost(trace: str) -> tuple[str, str] | None:
+    frames = list(_FRAME.finditer(trace))
+    if not frames:
+        return None
     users = [f for f in frames if "/torch/nn/" not in f["file"]] or frames
     return f"{users[-1]['file'].rsplit('/', 1)[-1]}:{users[-1]['line']}", users[-1]["code"].strip()
 
@@ -501,6 +518,8 @@ def inplace_position(target: Callable[..., Any]) -> int | None:
 
 def _nodes_in(argument: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
+    if argument is None:
+        return found
     fx.map_arg(argument, found.append)
     return found
 

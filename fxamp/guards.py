@@ -498,7 +498,7 @@ _REDUCES_ALL: Final = frozenset(
 
 
 def _constants(call: Call) -> list[float]:
-    return [a for a in tree_leaves((call.node.args, call.node.kwargs)) if _is_number(a)]
+    return [a for a in graph.constants(call.node) if _is_number(a)]
 
 
 def _reduced_length(call: Call) -> Any:

@@ -1,6 +1,6 @@
 """What a graph may look like after each stage, and the check of it.
 
-`check` is always cheap lint; with FXAMP_CHECK=1 it also re-propagates every value and compares.
+`check` is always cheap; with FXAMP_CHECK=1 it also lints the graph, re-propagates the values of casts and compares.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ def check(gm: fx.GraphModule, stage: Stage, signature: Signature, *, output_dtyp
     and the same inputs and outputs as before the stage. With FXAMP_CHECK=1 recorded values are recomputed and compared too.
     """
     for part in graph.all_of(gm):
+        _check_order(part, stage)
         _check_casts(part, stage)
+        if wants_full_check():
+            part.graph.lint()
     now = _signature(gm, output_dtypes)
     if now != signature:
         raise errors.IllegalGraph(
@@ -62,11 +65,19 @@ def check(gm: fx.GraphModule, stage: Stage, signature: Signature, *, output_dtyp
             _check_values(part, stage)
 
 
-def _check_casts(gm: fx.GraphModule, stage: Stage) -> None:
-    gm.graph.lint()
+def _check_order(gm: fx.GraphModule, stage: Stage) -> None:
+    """Every node stands behind its operands."""
+    seen = set[fx.Node]()
     for node in gm.graph.nodes:
-        mark = (node.meta.get("custom") or {}).get(graph.MARK)
-        if mark is None or node.target is not stage.cast:
+        if not seen.issuperset(node._input_nodes):
+            late = [x.name for x in node.all_input_nodes if x not in seen]
+            raise _illegal(stage, node, f"reads {', '.join(late)}, which comes later")
+        seen.add(node)
+
+
+def _check_casts(gm: fx.GraphModule, stage: Stage) -> None:
+    for node in graph.nodes_of_own_casts(gm):
+        if node.target is not stage.cast:
             continue
         source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
         if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):

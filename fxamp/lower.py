@@ -58,14 +58,16 @@ class Program:
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, digest: str) -> Program:
     """Compiles a graph.
 
-    `digest` says everything that decided the graph; it becomes part of the keys of PyTorch's caches, which ignore meta.
+    `gm` is kept, without Dynamo's references to real inputs; compiled is a copy, which the compilers edit. `digest` says
+    everything that decided the graph; it becomes part of the keys of PyTorch's caches, which ignore meta.
     Raises: StageFailed if a pass of fxamp fails; whatever Inductor raises otherwise.
     """
     if settings.lower == "eager":
         _check_runs_eagerly(gm)
-        return Program(run=gm.forward, record=JointRecord())
-    record = JointRecord(trace=_Retrace(gm, settings, digest))
-    run = _compile(gm, example_inputs, settings, _joint_steps(settings, record), digest)
+        return Program(run=graph.forget_inputs(gm).forward, record=JointRecord())
+    compiled = graph.clone(gm)
+    record = JointRecord(trace=_Retrace(graph.forget_inputs(gm), settings, digest))
+    run = _compile(compiled, example_inputs, settings, _joint_steps(settings, record), digest)
     return Program(run=run, record=record)
 
 
@@ -106,9 +108,13 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
 
     def step(pass_: Pass) -> Step:
         def run(gm: fx.GraphModule) -> None:
-            record.changes += passes.run(gm, (pass_,), checks[0])
+            each = checks[0] if legal.wants_full_check() else _unchecked
+            record.changes += passes.run(gm, (pass_,), each)
 
         return run
+
+    def check(gm: fx.GraphModule) -> None:
+        passes.run(gm, (), checks[0])
 
     def end(gm: fx.GraphModule) -> None:
         record.casts = graph.own_casts(gm)
@@ -118,7 +124,11 @@ def _joint_steps(settings: Settings, record: JointRecord) -> Steps:
         record.changes += passes.run(gm, settings.scaling, lambda scaled: legal.checker(legal.JOINT, scaled)(scaled))
 
     last = [(scale, repr([passes.key(p) for p in settings.scaling]))] if settings.scaling else []
-    return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), *last, (end, "end")]
+    return [(begin, "begin"), *((step(p), passes.key(p)) for p in chosen), (check, "check"), *last, (end, "end")]
+
+
+def _unchecked(_: fx.GraphModule) -> None:
+    pass
 
 
 # ---- looking at joint graphs ----------------------------------------------------------------------------------------------
@@ -130,7 +140,7 @@ class _Retrace:
     """Compiles a graph once more as far as the end of the joint passes, in the modes that it was compiled in."""
 
     def __init__(self, gm: fx.GraphModule, settings: Settings, digest: str) -> None:
-        self.gm, self.settings, self.digest = graph.forget_inputs(graph.clone(gm)), settings, digest
+        self.gm, self.settings, self.digest = gm, settings, digest
         self.enables_grad, self.kernels = torch.is_grad_enabled(), ops.allowed_kernels()
         self.autocasts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from fxamp import capture, errors, formats, graph, guards, legal, optable, registered
 from fxamp.calls import Calls
@@ -132,7 +131,7 @@ def _plan(
 
 def _barrier(captured: Captured, policy: Policy, path: str) -> str | None:
     """Why nothing changes inside a body; None if it is rewritten."""
-    for caller in captured.callers(path):
+    for caller in captured.callers.get(path, ()):
         facts = captured.facts[caller.name]
         cls, _, why, rule = policy.decide(facts.op, facts.module, facts.classes)
         if rule is not None and cls is not OpClass.LOW:
@@ -162,6 +161,7 @@ class _Planner:
         self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
         self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
         self.current: dict[fx.Node, Any] = {}
+        self.floats: dict[fx.Node, list[torch.Tensor]] = {}
         self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
     def plan(self, variant: str, output_dtype: str) -> Plan:
@@ -169,7 +169,7 @@ class _Planner:
         outputs: tuple[torch.dtype | None, ...] = ()
         for node in self.captured.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.current[node] = graph.called_value(node)
+                self._hand_on(node, graph.called_value(node))
             elif node.op == "output":
                 outputs = tuple(self._output(x, output_dtype) for x in graph.operands(node))
             else:
@@ -184,9 +184,8 @@ class _Planner:
                         way_out="Please report this; on_error='eager' compiles the untouched graph meanwhile",
                     ) from error
                 decisions[node.name] = decision
-                self.current[node] = (
-                    decision.value if decision.result is None else _retype(decision.value, decision.result)
-                )
+                value = decision.value
+                self._hand_on(node, value if decision.result is None else _retype(value, decision.result))
         return Plan(
             variant=variant,
             low=self.low,
@@ -194,6 +193,11 @@ class _Planner:
             outputs=outputs,
             note=self.note,
         )
+
+    def _hand_on(self, node: fx.Node, value: Any) -> None:
+        pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(value), strict=True)
+        self.current[node] = value
+        self.floats[node] = [now for traced, now in pairs if traced.dtype == TRACED]
 
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
@@ -282,8 +286,7 @@ class _Planner:
             return "inside an autocast region of the user's own, which PyTorch casts"
         if node.kwargs.get("out") is not None:
             return "writes into out="
-        constants = [a for a in tree_leaves((node.args, node.kwargs)) if not isinstance(a, fx.Node)]
-        if any(isinstance(a, torch.dtype) for a in constants):
+        if any(isinstance(a, torch.dtype) for a in graph.constants(node)):
             return "names a dtype"
         if facts.op == "einsum" and not _contracts(node):
             return "contracts nothing: it only moves or multiplies values"
@@ -402,9 +405,7 @@ class _Planner:
     # ---- questions ----------------------------------------------------------------------------------------------------
     def _floats(self, node: fx.Node) -> list[torch.Tensor]:
         """The tensors of a node's current value that were traced in fp32."""
-        traced = graph.tensors_of(graph.value_of(node))
-        now = graph.tensors_of(self.current[node])
-        return [b for a, b in zip(traced, now, strict=True) if a.dtype == TRACED]
+        return self.floats[node]
 
     def _is_float(self, node: fx.Node) -> bool:
         return bool(self._floats(node))

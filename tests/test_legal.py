@@ -61,7 +61,7 @@ def test_a_value_that_is_read_before_it_is_made_is_found():
     gm, check = gm_and_check()
     cast = next(n for n in gm.graph.nodes if graph.own_cast(n) is not None)
     gm.graph.output_node().prepend(cast)
-    with pytest.raises(RuntimeError, match="before it has been defined"):
+    with pytest.raises(errors.IllegalGraph, match=r"matmul in the Dynamo rewrite reads .*_bf16, which comes later"):
         check(gm)
 
 
@@ -82,3 +82,25 @@ def test_a_pass_that_fails_is_named():
         "meanwhile"
     )
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Nothing:
+    def __call__(self, gm: torch.fx.GraphModule) -> Change:
+        return Change(pass_name="Nothing")
+
+
+@pytest.mark.parametrize(("full", "times"), [("0", 1), ("1", 3)])
+def test_the_check_runs_behind_the_last_pass_or_behind_each(full: str, times: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXAMP_CHECK", full)
+    gm, _ = gm_and_check()
+    seen: list[torch.fx.GraphModule] = []
+    passes.run(gm, [Nothing(), Nothing(), Nothing()], seen.append)
+    assert seen == [gm] * times
+
+
+def test_a_graph_that_passes_spoilt_without_anybody_looking(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FXAMP_CHECK")
+    gm, check = gm_and_check()
+    graph.map_operands(gm.graph.output_node(), lambda _, x: x.all_input_nodes[0].all_input_nodes[0])
+    with pytest.raises(errors.StageFailed, match=r"one of the passes \(FXAMP_CHECK=1 .*\) failed: .*inputs and outputs"):
+        passes.run(gm, [Nothing()], check)

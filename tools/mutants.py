@@ -212,7 +212,7 @@ MUTANTS: Final = (
         ),
         (
             "casts: outputs are cast where the graph ends",
-            "place = graph.after(value) if switched else output",
+            "place = graph.after(value) if self.switches else output",
             "place = output",
         ),
     ),
@@ -272,7 +272,7 @@ MUTANTS: Final = (
     *_each(
         "fxamp/legal.py",
         (LEGAL,),
-        ("legal: no lint", "    gm.graph.lint()\n", ""),
+        ("legal: any order", "        if not seen.issuperset(node._input_nodes):\n", "        if False:\n"),
         (
             "legal: casts may lie",
             "if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):",
@@ -282,8 +282,8 @@ MUTANTS: Final = (
         ("legal: recorded values may be wrong", "    if wants_full_check() and stage is REWRITTEN:\n", "    if False:\n"),
         (
             "legal: nested graphs are not looked at",
-            "    for part in graph.all_of(gm):\n        _check_casts(part, stage)\n",
-            "    _check_casts(gm, stage)\n",
+            "    for part in graph.all_of(gm):\n        _check_order(part, stage)\n",
+            "    for part in [gm]:\n        _check_order(part, stage)\n",
         ),
     ),
 )

@@ -143,7 +143,7 @@ def _plan_lines(captured: Captured, made: Plan) -> list[str]:
         if back is not None:
             lines.append(f"# output {name} is cast back to {formats.name(back)}, its traced dtype")
     for path, body in captured.bodies.items():
-        callers = ", ".join(f"{x.name} ({captured.facts[x.name].where or '?'})" for x in captured.callers(path))
+        callers = ", ".join(f"{x.name} ({captured.facts[x.name].where or '?'})" for x in captured.callers.get(path, ()))
         lines += ["", f"# {path}, inside {callers}", *_plan_lines(body, made.bodies[path])]
     return lines
 

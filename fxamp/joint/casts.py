@@ -15,11 +15,9 @@ from fxamp.passes import Change
 
 
 def _chain(node: fx.Node) -> fx.Node | None:
-    """The inner cast of two of fxamp's in a row, if the inner one loses nothing."""
-    if graph.own_cast(node) is None:
-        return None
+    """What a cast of fxamp's reads, if that is such a cast too, which loses nothing."""
     inner = node.all_input_nodes[0]
-    if graph.own_cast(inner) is None:
+    if not graph.is_own_cast(inner):
         return None
     source, middle = graph.value_of(inner.all_input_nodes[0]), graph.value_of(inner)
     return inner if formats.is_lossless(source.dtype, middle.dtype) else None
@@ -39,7 +37,7 @@ class CancelCasts:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_removed = num_added = 0
-        for node in list(gm.graph.nodes):
+        for node in graph.nodes_of_own_casts(gm):
             inner = _chain(node)
             if inner is None:
                 continue
@@ -74,9 +72,7 @@ class ShareCasts:
     def __call__(self, gm: fx.GraphModule) -> Change:
         first: dict[tuple[object, ...], fx.Node] = {}
         num_removed = 0
-        for node in list(gm.graph.nodes):
-            if graph.own_cast(node) is None:
-                continue
+        for node in graph.nodes_of_own_casts(gm):
             value = node.all_input_nodes[0]
             key = (value, graph.value_of(node).dtype, *(node.meta.get(k) for k in ("recompute", "ac_graph_id")))
             kept = first.setdefault(key, node)
@@ -98,8 +94,8 @@ class DropDeadCasts:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_removed = 0
-        for node in reversed(list(gm.graph.nodes)):
-            if not node.users and graph.own_cast(node) is not None:
+        for node in reversed(graph.nodes_of_own_casts(gm)):
+            if not node.users:
                 graph.erase(node)
                 num_removed += 1
         return Change(pass_name=type(self).__name__, num_removed=num_removed)

@@ -81,7 +81,7 @@ class _Facts:
 
     def is_cast(self, node: fx.Node) -> bool:
         """Is it a cast of fxamp's between the two formats?"""
-        return graph.own_cast(node) is not None and self.is_either(node) and self.is_either(node.all_input_nodes[0])
+        return graph.is_own_cast(node) and self.is_either(node) and self.is_either(node.all_input_nodes[0])
 
     def is_either(self, node: fx.Node) -> bool:
         """Is it a tensor in one of the two formats? Tensors without dimensions are left alone: they decide no format."""
@@ -197,7 +197,7 @@ def _carry_out(facts: _Facts, wanted: Mapping[fx.Node, torch.dtype]) -> tuple[in
             graph.map_operands(node, lambda _, x, changed=changed: changed.get(x, x))
     num_removed = 0
     for node in reversed(list(facts.gm.graph.nodes)):
-        if not node.users and (node in made or graph.own_cast(node) is not None):
+        if not node.users and (node in made or graph.is_own_cast(node)):
             graph.erase(node)
             num_removed += 1
     return len(made) + len(casts), num_removed

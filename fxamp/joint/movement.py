@@ -49,14 +49,11 @@ class SinkWidenings:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_moved = 0
-        for node in list(gm.graph.nodes):
-            move = node if node.target in MOVES else None
-            if move is None:
-                continue
-            cast = move.all_input_nodes[0]
-            if not (_widens(cast) and len(cast.users) == 1) or _numel(move) > _numel(cast):
-                continue
-            num_moved += _swap_down(cast, move)
+        for node in graph.nodes_of_own_casts(gm):
+            cast: fx.Node | None = node
+            while cast is not None:
+                cast = _swap_down(cast)
+                num_moved += cast is not None
         return Change(pass_name=type(self).__name__, num_added=2 * num_moved, num_removed=2 * num_moved)
 
 
@@ -73,7 +70,7 @@ class HoistNarrowings:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_moved = 0
-        for node in reversed(list(gm.graph.nodes)):
+        for node in reversed(graph.nodes_of_own_casts(gm)):
             cast: fx.Node | None = node
             while cast is not None:
                 cast = _swap_up(cast)
@@ -94,7 +91,7 @@ class AbsorbWidenings:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_removed = 0
-        for cast in list(gm.graph.nodes):
+        for cast in graph.nodes_of_own_casts(gm):
             if not (_widens(cast) and cast.users):
                 continue
             source = cast.all_input_nodes[0]
@@ -107,33 +104,35 @@ class AbsorbWidenings:
 
 
 # ---- swapping a cast with a move ----------------------------------------------------------------------------------------
-def _swap_down(cast: fx.Node, move: fx.Node) -> bool:
-    """move(cast(x)) becomes cast(move(x)), if no reader can tell."""
+def _swap_down(cast: fx.Node) -> fx.Node | None:
+    """move(cast(x)) becomes cast(move(x)), if no reader can tell; returns the new cast."""
+    if len(cast.users) != 1 or not _widens(cast):
+        return None
+    move = next(iter(cast.users))
+    if move.target not in MOVES or _numel(move) > _numel(cast):
+        return None
     source, mark = cast.all_input_nodes[0], graph.own_cast(cast)
     assert mark is not None
     moved = _call(move, graph.value_of(source))
-    if moved is None:
-        return False
     dtype = graph.value_of(cast).dtype
-    if not can_stand_for(move, graph.retyped(moved, dtype)):
-        return False
+    if moved is None or not can_stand_for(move, graph.retyped(moved, dtype)):
+        return None
     low = graph.insert_like(move, {cast: source}, moved, before=move)
     wide = graph.insert_cast(low, dtype, before=move, why=mark.why, where=mark.where)
     graph.belong_with(wide, move)
     graph.replace(move, wide)
     graph.erase(move)
     graph.erase(cast)
-    return True
+    return wide
 
 
 def _swap_up(cast: fx.Node) -> fx.Node | None:
     """cast(move(x)) becomes move(cast(x)), if no reader can tell; returns the new cast."""
-    mark = graph.own_cast(cast)
-    if mark is None or formats.is_lossless(graph.value_of(cast.all_input_nodes[0]).dtype, graph.value_of(cast).dtype):
-        return None
     move = cast.all_input_nodes[0]
-    if move.target not in MOVES or len(move.users) != 1:
+    if move.target not in MOVES or len(move.users) != 1 or _widens(cast):
         return None
+    mark = graph.own_cast(cast)
+    assert mark is not None
     source = move.all_input_nodes[0]
     if _numel(source) > _numel(move) or graph.value_of(source).dtype != graph.value_of(move).dtype:
         return None
@@ -162,9 +161,7 @@ def _call(move: fx.Node, value: Any) -> Any | None:
 
 # ---- questions ----------------------------------------------------------------------------------------------------------
 def _widens(node: fx.Node) -> bool:
-    """Is it a cast of fxamp's that loses nothing?"""
-    if graph.own_cast(node) is None:
-        return False
+    """Does a cast of fxamp's lose nothing?"""
     return formats.is_lossless(graph.value_of(node.all_input_nodes[0]).dtype, graph.value_of(node).dtype)
 
 

@@ -28,7 +28,7 @@ class SaveReadsOfMutated:
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
-        writes = [node for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default]
+        writes = list(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
         needed = _needed_by_backward(gm) if writes else frozenset[fx.Node]()
         num_marked = 0
         for write in writes:

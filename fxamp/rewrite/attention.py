@@ -51,8 +51,9 @@ def _retarget(gm: fx.GraphModule, plan: Plan, *, in_functorch: bool) -> tuple[in
             num_marked += 1
     if num_marked:
         gm.recompile()
+    callers = graph.callers(nodes) if plan.bodies else {}
     for path, body in plan.bodies.items():
-        around = any(transformed[node] for node in nodes if path in graph.bodies(node))
+        around = any(transformed[node] for node in callers.get(path, ()))
         num_inside, kept_inside = _retarget(graph.body(gm, path), body, in_functorch=around)
         num_marked, kept = num_marked + num_inside, [*kept, *kept_inside]
     return num_marked, kept

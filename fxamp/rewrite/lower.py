@@ -52,6 +52,7 @@ class _Editor:
 
     def __init__(self, plan: Plan, captured: Captured) -> None:
         self.plan, self.hands_on, self.snapshots = plan, captured.hands_on, set(captured.pinned)
+        self.switches = len({d.facts.mode_index for d in plan.decisions.values()}) > 1
         self.shared: dict[tuple[fx.Node, torch.dtype, int, bool], fx.Node] = {}
         self.num_added = 0
 
@@ -84,8 +85,7 @@ class _Editor:
         decision = self.plan.decisions.get(value.name)
         if dtype is None or decision is None:
             return value
-        switched = any(d.facts.mode_index != decision.facts.mode_index for d in self.plan.decisions.values())
-        place = graph.after(value) if switched else output
+        place = graph.after(value) if self.switches else output
         why = "an output keeps its traced dtype"
         return self._cast(value, dtype, place, decision.facts.mode_index, why, decision.facts.where)
 

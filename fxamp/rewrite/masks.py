@@ -204,7 +204,7 @@ def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
         if x not in found:
             found.add(x)
             todo += x.all_input_nodes
-    return (x for x in node.graph.nodes if x in found)
+    return iter(sorted(found))
 
 
 def _written(gm: fx.GraphModule) -> frozenset[Any]:
