@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -297,20 +296,20 @@ def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Cal
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. Reads every gradient once, in one call a device, and writes
-    none: they may be expanded, shared, or saved for somebody's backward."""
+    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. One call a device, GradScaler's, which multiplies by 1 in place:
+    through `data`, for a gradient may be saved for somebody's backward; and not through what is expanded."""
     found = torch.zeros((), device=device)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
         numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
         numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
-        if numbers.numel() > 0:
-            by_device.setdefault(numbers.device, []).append(numbers)
-    for together in by_device.values():
-        wide = torch.float64 if any(x.dtype == torch.float64 for x in together) else torch.float32
-        norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(together, math.inf)])
-        found = torch.maximum(found, (~torch.isfinite(norms)).any().to(device, torch.float32, non_blocking=True))
+        overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]
+        by_device.setdefault(numbers.device, []).append(numbers.clone().contiguous() if overlaps else numbers.data)
+    for place, together in by_device.items():
+        flag, one = torch.zeros((), device=place), torch.ones((), device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one)
+        found = torch.maximum(found, flag.to(device, non_blocking=True))
     return found
 
 

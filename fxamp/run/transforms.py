@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -31,16 +31,20 @@ def refuse_around(backend: object) -> None:
 
     May be called again: `torch._dynamo.reset()` forgets it. Lasts as long as `backend` does.
     """
+    from torch._dynamo import disable
     from torch._dynamo.callback import callback_handler
 
-    if any(isinstance(c, _Refusal) and c.backend() is backend for c in callback_handler.start_callbacks):
+    known = (getattr(c, "_torchdynamo_orig_callable", None) for c in callback_handler.start_callbacks)
+    if any(isinstance(c, _Refusal) and c.backend() is backend for c in known):
         return
-    refusal = _Refusal(backend)
+    # A backward that is compiled late, below a graph break, calls it where Dynamo watches. To compile it, Dynamo would call
+    # it, and wait for ever for the lock that it holds.
+    refusal = cast(Any, disable)(_Refusal(backend))
     callback_handler.register_start_callback(refusal)
     weakref.finalize(backend, _forget, refusal)
 
 
-def _forget(refusal: _Refusal) -> None:
+def _forget(refusal: Callable[..., None]) -> None:
     callbacks = sys.modules["torch._dynamo.callback"].callback_handler.start_callbacks
     if refusal in callbacks:
         callbacks.remove(refusal)

@@ -127,3 +127,17 @@ def test_forward_mode_is_an_error():
         with pytest.raises(errors.SecondOrder, match="drops the tangents"):
             c(forward_ad.make_dual(x8, x8))
         assert c(x8).shape == x8.shape  # what has no tangent goes through
+
+
+def test_a_backward_that_is_compiled_below_a_graph_break_does_not_wait_for_ever():
+    """Dynamo watches there: it would compile our callback, call it for that, and wait for the lock that it holds."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        y = (x * weight).sin().sum()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        return gradient.square().sum()
+
+    run = torch.compile(penalty, backend=fxamp.Amp(precision="fp32", lower="aot_eager"))
+    with pytest.raises(errors.SecondOrder):
+        run(torch.ones(3, requires_grad=True)).backward()
