@@ -77,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
         "--precision",
         choices=formats.PRECISIONS,
         default="bf16",
-        help="of the run through fxamp (default: %(default)s, even where the device emulates it)",
+        help="of the run through fxamp (default: %(default)s, even where the device emulates it); fp16 scales gradients, and "
+        "skips the steps that overflow; fp8 is not there yet",
     )
     demo.add_argument("--steps", type=_positive, help="training steps (default: as many as suit the device)")
     demo.add_argument("--seed", type=int, default=0, help="of initial weights and batches (default: %(default)s)")

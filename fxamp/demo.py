@@ -163,6 +163,10 @@ class RunResult:
     num_low_ops: int
     num_casts: int
     formats: tuple[str, ...]
+    loss_scale: float | None = None
+    """At the end. None: gradients were not scaled."""
+    num_skipped_steps: int = 0
+    """Steps that were left out, because a gradient overflowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +360,10 @@ class _Stopwatch:
         return tuple(1000 * (b - a) for a, b in zip(self._times_s, self._times_s[1:], strict=False))
 
 
+def _attach_to_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """What a run without fxamp does to its optimizer."""
+
+
 def _train(
     model: nn.Module,
     compiled: Callable[[Tensor, Tensor], Tensor],
@@ -363,10 +371,13 @@ def _train(
     heldout: Tensor,
     config: DemoConfig,
     observe: Callable[[Phase, int], None],
+    attach: Callable[[torch.optim.Optimizer], object] = _attach_to_nothing,
 ) -> Training:
-    """The loop that a user would write. `compiled` runs `model`; batches are [steps, B, T + 1] on its device."""
+    """The loop that a user would write. `compiled` runs `model`; batches are [steps, B, T + 1] on its device; `attach` is
+    that of an Amp."""
     device = batches.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, fused=device.type == "cuda")
+    attach(optimizer)
 
     def loss_of(batch: Tensor) -> Tensor:
         return compiled(batch[:, :-1], batch[:, 1:])
@@ -417,15 +428,17 @@ def run(config: DemoConfig, observe: Observer = ignore) -> DemoResult:
     batches, heldout = corpus.train_batches(config).to(device), corpus.heldout_batches(config).to(device)
     initial = initial_model(config).to(device)
 
-    def train(system: str, compile_model: Callable[[nn.Module], Callable[..., Tensor]]) -> Training:
+    def train(system: str, amp: Amp | None) -> Training:
         torch.compiler.reset()  # else a run would find the graphs, or meet the recompile limit, of an earlier one
         model = copy.deepcopy(initial)
-        return _train(model, compile_model(model), batches, heldout, config, lambda *event: observe(system, *event))
+        attach = _attach_to_nothing if amp is None else amp.attach
+        compiled = torch.compile(model) if amp is None else torch.compile(model, backend=amp)
+        return _train(model, compiled, batches, heldout, config, lambda *event: observe(system, *event), attach)
 
-    plain = train("Inductor", torch.compile)
+    plain = train("Inductor", None)
     with _dumping(config.dump_dir) as dumped_files:
-        low = train("fxamp", lambda model: torch.compile(model, backend=amp))
-    report = amp.report()
+        low = train("fxamp", amp)
+    report, is_scaled = amp.report(), "scaling" in amp.state_dict()
     return DemoResult(
         config=config,
         num_train_bytes=len(corpus.train),
@@ -446,6 +459,8 @@ def run(config: DemoConfig, observe: Observer = ignore) -> DemoResult:
             num_low_ops=report.num_low_ops,
             num_casts=report.num_casts,
             formats=report.formats,
+            loss_scale=amp.read_loss_scale() if is_scaled else None,
+            num_skipped_steps=amp.read_skipped_steps() if is_scaled else 0,
         ),
         dumped_files=tuple(dumped_files),
         # Our own threads are part of the load by now.
@@ -544,6 +559,11 @@ def conclusions(result: DemoResult) -> list[str]:
     ]
     if not result.is_trained:
         lines.append("The held-out loss did not fall in both runs: train more steps before you trust the comparison.")
+    if result.fxamp.loss_scale is not None:
+        lines.append(
+            f"Gradients were scaled by {result.fxamp.loss_scale:g} in the end; {result.fxamp.num_skipped_steps} of "
+            f"{result.config.num_steps} steps overflowed, and were skipped."
+        )
     speed = result.fxamp.training.steps_per_s / result.baseline.training.steps_per_s
     lines.append(f"fxamp made {speed:.2f} times the steps per second of fp32.")
     if result.is_machine_busy:

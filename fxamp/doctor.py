@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fxamp import formats
+from fxamp import errors, formats, scaling
 from fxamp.backend import Amp, __version__
+from fxamp.options import Options
 
 Verdict = Literal["ok", "note", "blocks"]
 """A note costs speed or a feature; what blocks prevents compilation."""
@@ -109,11 +110,21 @@ def device_checks(device: torch.device) -> Iterator[Check]:
         is_native, reason = formats.native_support(device, precision)
         yield Check(
             name=f"{device}: {precision}",
-            finding=f"{'in hardware' if is_native else 'not in hardware'} ({reason})",
+            finding=f"{'in hardware' if is_native else 'not in hardware'} ({reason}){_remark(precision)}",
             verdict="ok" if is_native else "note",
         )
     precision, reason = formats.resolve_auto(device)
     yield Check(name=f"{device}: auto", finding=f"{precision} ({reason.removeprefix('auto: ')})")
+
+
+def _remark(precision: str) -> str:
+    """What a precision asks of the user, beside the hardware."""
+    try:
+        options = Options(precision=precision)
+    except errors.NotYet:
+        return "; not in this version of fxamp"
+    is_scaled = scaling.resolve(options.scaling, precision) is not None
+    return "; gradients are scaled: call amp.attach(optimizer)" if is_scaled else ""
 
 
 def _describe(device: torch.device) -> str:

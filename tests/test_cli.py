@@ -145,6 +145,9 @@ def test_doctor_tells_the_truth_about_this_machine(diagnosis):
     is_native, reason = doctor.formats.native_support(CPU, "bf16")
     assert diagnosis["cpu: bf16"].verdict == ("ok" if is_native else "note")
     assert reason in diagnosis["cpu: bf16"].finding
+    assert diagnosis["cpu: fp16"].finding.endswith("; gradients are scaled: call amp.attach(optimizer)")
+    assert diagnosis["cpu: fp8"].finding.endswith("; not in this version of fxamp")
+    assert "scaled" not in diagnosis["cpu: bf16"].finding
     assert diagnosis["cpu: auto"].finding.startswith("bf16" if is_native else "fp32")
     assert diagnosis["compiles on cpu"].finding.startswith("yes, in bf16" if is_native else "yes, in fp32")
     # These tests compile, so only a missing installation can be in the way here.

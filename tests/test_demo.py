@@ -268,6 +268,15 @@ def test_conclusions_are_complete():
     assert dumps.endswith(f"1 files in {Path('fxamp-demo-dump').resolve()}")
 
 
+def test_loss_scale_and_skipped_steps_are_said():
+    plain = result(training(), training())
+    assert not any("scaled" in line for line in demo.conclusions(plain))
+    scaled = dataclasses.replace(plain.fxamp, loss_scale=2.0**14, num_skipped_steps=2)
+    assert "Gradients were scaled by 16384 in the end; 2 of 6 steps overflowed, and were skipped." in demo.conclusions(
+        dataclasses.replace(plain, fxamp=scaled)
+    )
+
+
 @pytest.mark.parametrize(("load", "is_busy"), [(None, False), (0.0, False), (1000.0, True)])
 def test_speeds_of_a_busy_machine_are_marked(load, is_busy):
     made = result(training(), training(), other_load=load)
@@ -326,6 +335,15 @@ def test_demo_in_bf16(tmp_path):
         ("Inductor", "evaluating", 6),
         ("fxamp", "evaluating", 6),
     ]
+
+
+@pytest.mark.slow
+def test_demo_in_fp16_attaches_its_optimizer(tmp_path):
+    made = demo.run(tiny(precision="fp16", dump_dir=tmp_path))
+    assert made.fxamp.formats == ("fp16", "fp32")
+    assert made.losses_agree
+    # GradScaler's first scale, which an optimizer that is not attached does not get, and half of it for each skipped step.
+    assert made.fxamp.loss_scale == 2.0 ** (16 - made.fxamp.num_skipped_steps)
 
 
 @pytest.mark.slow
