@@ -58,8 +58,8 @@ def page(verdicts: Sequence[Verdict], samples: int) -> str:
     head = f"""\
 # The operator database through fxamp
 
-Made by `make test-ops` with torch {torch.__version__.split("+")[0]}, up to {samples} samples of each operation, forward
-and backward: {summary(verdicts)}.
+Made by `python -m tests.ops --samples {samples} --write` (`make test-ops` takes 3 samples) with torch
+{torch.__version__.split("+")[0]}, forward and backward: {summary(verdicts)}.
 
 Errors are parts of what is allowed ({MARGIN:g} times the error of the format, see `tests/ops/sweep.py`); `formats` is what the
 operation computed in when it was fed low values.

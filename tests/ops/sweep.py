@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -169,6 +170,8 @@ class Switch:
         for precision, amp in self.amps.items():
             try:
                 compiled[precision] = amp(gm, examples)
+            except exceptions_allowed_to_be_fallback:  # Dynamo breaks the graph there, under every backend
+                raise
             except Exception as error:
                 self.failed[precision] = _told(error)
         return lambda *inputs: compiled.get(self.chosen, gm.forward)(*inputs)
