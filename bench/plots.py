@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from matplotlib import pyplot as plt  # pyright: ignore[reportMissingImports]  # optional
 
@@ -16,8 +16,9 @@ _COLOURS: Final = {"peer": "#8da0cb", "control": "#8da0cb", "ceiling": "#d9d9d9"
 
 
 def draw(all_results: Sequence[Results], folder: Path) -> list[Path]:
-    """One SVG a machine and protocol: bars of time relative to the anchor for each workload. Returns the files."""
-    drawn = [_bars(results, folder) for results in all_results]
+    """SVGs of each machine and protocol: bars of time relative to the anchor for each workload, and the time of fxamp's passes
+    against the size of the graph. Returns the files."""
+    drawn = [draw_one(results, folder) for results in all_results for draw_one in (_bars, _passes)]
     return [path for path in drawn if path is not None]
 
 
@@ -34,9 +35,30 @@ def _bars(results: Results, folder: Path) -> Path | None:
         axis.invert_yaxis()
         axis.set_title(workload)
         axis.set_xlabel(f"time / {ANCHOR}")
+    return _save(figure, results, folder, "")
+
+
+def _passes(results: Results, folder: Path) -> Path | None:
+    """Lines over the number of nodes, both axes logarithmic: what grows linearly is as steep as the dotted line."""
+    times = sorted(results.pass_times, key=lambda p: p.num_dynamo_nodes)
+    if len(times) < 2:
+        return None
+    figure, axis = plt.subplots(figsize=(6, 5))
+    nodes = [p.num_dynamo_nodes for p in times]
+    for stage in times[-1].stage_ms:
+        axis.loglog(nodes, [p.stage_ms.get(stage) for p in times], marker="o", label=stage)
+    slowest_ms = max(times[-1].stage_ms.values())
+    axis.loglog(nodes, [slowest_ms * n / nodes[-1] for n in nodes], ":", color="black", label="linear")
+    axis.set_xlabel("nodes of Dynamo's graph")
+    axis.set_ylabel("CPU time, ms")
+    axis.legend()
+    return _save(figure, results, folder, "-passes")
+
+
+def _save(figure: Any, results: Results, folder: Path, what: str) -> Path:
     figure.tight_layout()
     suffix = "" if results.protocol == "full" else f"-{results.protocol}"
-    path = folder / f"{results.machine.slug}{suffix}.svg"
+    path = folder / f"{results.machine.slug}{suffix}{what}.svg"
     figure.savefig(path)
     plt.close(figure)
     return path

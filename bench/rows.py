@@ -146,7 +146,7 @@ class CeilingsRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Time of fxamp's own stages on one graph."""
+    """CPU time of fxamp's own stages on one graph."""
 
     run: Run
     num_dynamo_nodes: int
@@ -154,7 +154,7 @@ class PassTime:
     stage_ms: dict[str, float]
     """By the name of the stage."""
     compile_s: float
-    """All of torch.compile up to where Inductor would begin."""
+    """Of Dynamo and AOTAutograd, up to where the joint passes begin."""
     kind: Literal["pass_time"] = "pass_time"
 
 

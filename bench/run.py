@@ -413,9 +413,7 @@ class Bench:
     def _measure_scaling(self) -> None:
         is_quick = self.config.protocol == "quick"
         for num_nodes in scaling.NUM_NODES_QUICK if is_quick else scaling.NUM_NODES:
-            reply = self._device.ask(
-                "measure_passes", num_nodes, timeout_s=min(self.config.build_timeout_s, self._left_s())
-            )
+            reply = self._device.ask("measure_passes", num_nodes, timeout_s=min(scaling.TIMEOUT_S, self._left_s()))
             self._say(f"passes on {num_nodes} nodes: {reply.reason or 'measured'}")
             if reply.status == "ok":
                 facts: scaling.PassFacts = reply.value

@@ -7,7 +7,7 @@ write none are remembered: what they give can be made again. Views and whatever 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,15 +29,16 @@ class Calls:
         self._checked = checked
 
     def __call__(self, node: fx.Node, values: Sequence[Any]) -> Any:
-        """What a node whose operation is PyTorch's own gives for these values of its operands. Raises whatever it raises."""
+        """What a node whose operation is PyTorch's own gives for these values of its operands, which may be `Later`. Raises
+        whatever the operation raises."""
         try:
-            key, memory, mode = _key(node, values)
+            key, mode = _key(node, values)
         except _Unusual:
-            return graph.call_on_fakes(node, values)
+            return graph.call_on_fakes(node, _made(values))
         recipe = self._recipes.get(key)
         if recipe is not None and not self._checked:
             return recipe.make(mode)
-        result, again = _call(node, values, memory, mode)
+        result, again = _call(node, _made(values), mode)
         if key in self._recipes and not _are_same(again, recipe, mode):
             raise errors.IllegalGraph(
                 f"{node.name} gives {again}, and an equal call gave {recipe}", way_out="Please report this as a bug"
@@ -46,22 +47,32 @@ class Calls:
         return result
 
 
-def _call(
-    node: fx.Node, values: Sequence[Any], memory: frozenset[int], mode: FakeTensorMode
-) -> tuple[Any, _Recipe | None]:
+@dataclass(frozen=True, eq=False)
+class Later:
+    """A cast of a tensor, which is made when a call needs it: most calls are remembered, and need none."""
+
+    node: fx.Node
+    """Whose value is cast; all casts of one node to one dtype are one tensor."""
+    value: FakeTensor
+    dtype: torch.dtype
+    make: Callable[[], Any]
+
+
+def _made(values: Sequence[Any]) -> list[Any]:
+    return [value.make() if isinstance(value, Later) else value for value in values]
+
+
+def _call(node: fx.Node, values: Sequence[Any], mode: FakeTensorMode) -> tuple[Any, _Recipe | None]:
     """(what a call gives, how to make it again if that can be told)."""
-    before = _versions(values)
+    tensors = graph.tensors_of(list(values))
+    memory, before = {t.untyped_storage()._cdata for t in tensors}, [t._version for t in tensors]
     result = graph.call_on_fakes(node, values)
-    return result, _recipe(result, memory, mode) if _versions(values) == before else None
+    return result, _recipe(result, memory, mode) if [t._version for t in tensors] == before else None
 
 
 def _are_same(one: _Recipe | None, other: _Recipe | None, mode: FakeTensorMode) -> bool:
     with graph.quietly(mode):  # compares symbolic sizes
         return one == other
-
-
-def _versions(values: Sequence[Any]) -> list[int]:
-    return [tensor._version for tensor in graph.tensors_of(list(values))]
 
 
 class _Unusual(Exception):
@@ -78,8 +89,8 @@ _PLAIN: Final = frozenset(
 """Types of arguments that are equal where they compare equal and have one type."""
 
 
-def _key(node: fx.Node, values: Sequence[Any]) -> tuple[Hashable, frozenset[int], FakeTensorMode]:
-    """(what the result of a call depends on, the memory of its operands, their mode). Raises _Unusual for what has no key."""
+def _key(node: fx.Node, values: Sequence[Any]) -> tuple[Hashable, FakeTensorMode]:
+    """(what the result of a call depends on, the mode of its operands). Raises _Unusual for what has no key."""
     if isinstance(node.target, HigherOrderOperator):
         raise _Unusual
     walk = _Operands()
@@ -87,7 +98,7 @@ def _key(node: fx.Node, values: Sequence[Any]) -> tuple[Hashable, frozenset[int]
     if walk.mode is None:
         raise _Unusual
     arguments = _argument(node.args), _argument(node.kwargs)
-    return (node.op, node.target, arguments, operands, walk.mode), frozenset(walk.memory), walk.mode
+    return (node.op, node.target, arguments, operands, walk.mode), walk.mode
 
 
 def _argument(argument: Any) -> Hashable:
@@ -109,13 +120,15 @@ class _Operands:
     """A walk over the values of a call's operands. `memory` numbers the storages in order: which operands share one counts."""
 
     def __init__(self) -> None:
-        self.memory: dict[int, int] = {}
+        self.memory: dict[Hashable, int] = {}
         self.mode: FakeTensorMode | None = None
 
     def key(self, value: Any) -> Hashable:
         kind = type(value)
         if kind is FakeTensor:
-            return self._tensor(value)
+            return (*self._tensor(value), self._number(value.untyped_storage()._cdata))
+        if kind is Later:  # the strides of a cast follow from those of what is cast
+            return (*self._tensor(value.value), value.dtype, self._number((value.node, value.dtype)))
         if kind in _PLAIN:
             return kind, value
         if kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
@@ -124,7 +137,10 @@ class _Operands:
             return kind, *map(self.key, value)
         raise _Unusual
 
-    def _tensor(self, tensor: FakeTensor) -> Hashable:
+    def _number(self, memory: Hashable) -> int:
+        return self.memory.setdefault(memory, len(self.memory))
+
+    def _tensor(self, tensor: FakeTensor) -> tuple[Hashable, ...]:
         is_plain = tensor.layout is torch.strided and tensor.constant is None and not tensor.is_quantized
         if not is_plain or tensor.is_inference() or self.mode not in (None, tensor.fake_mode):
             raise _Unusual
@@ -139,7 +155,6 @@ class _Operands:
             tensor.is_conj(),
             tensor.is_neg(),
             isinstance(tensor, torch.nn.Parameter),
-            self.memory.setdefault(tensor.untyped_storage()._cdata, len(self.memory)),
         )
 
 
@@ -190,7 +205,7 @@ class _Recipe:
         return made[0] if self.kind is None else self.kind(made)
 
 
-def _recipe(result: Any, memory: frozenset[int], mode: FakeTensorMode) -> _Recipe | None:
+def _recipe(result: Any, memory: Collection[int], mode: FakeTensorMode) -> _Recipe | None:
     """How to make the result of a call again; None where that would not be the same."""
     parts: Sequence[Any] = (result,) if isinstance(result, torch.Tensor) else result
     kind = None if isinstance(result, torch.Tensor) else type(result)
@@ -200,7 +215,7 @@ def _recipe(result: Any, memory: frozenset[int], mode: FakeTensorMode) -> _Recip
     if not tensors or not all(type(t) is FakeTensor and t.fake_mode is mode and _is_plain(t) for t in tensors):
         return None
     storages = {t.untyped_storage()._cdata for t in tensors}
-    if len(storages) < len(tensors) or storages & memory:
+    if len(storages) < len(tensors) or not storages.isdisjoint(memory):
         return None
     recipe = _Recipe(kind, tuple(None if part is None else _Fresh.of(part) for part in parts))
     again = recipe.make(mode)

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from fxamp import capture, errors, formats, graph, guards, legal, optable, registered
-from fxamp.calls import Calls
+from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy
@@ -382,10 +382,12 @@ class _Planner:
     ) -> tuple[Any, str | None]:
         """(fake result, None), or (None, why the operation does not take these formats)."""
         traced = graph.value_of(node)
-        values = [self._convert(x, want) for x, want in zip(operands, wanted, strict=True)]
+        pairs = list(zip(operands, wanted, strict=True))
         try:
-            is_torchs = "::" not in (self.ops[node] or "::")
-            value = self.calls(node, values) if is_torchs else graph.call_on_fakes(node, values)
+            if "::" in (self.ops[node] or "::"):  # not PyTorch's own
+                value = graph.call_on_fakes(node, [self._convert(x, want) for x, want in pairs])
+            else:
+                value = self.calls(node, [self._later(x, want) for x, want in pairs])
             refusal = graph.difference(value, traced, format_of=TRACED)
             return graph.with_history_of(traced, value) if refusal is None else None, refusal
         except errors.FxampError:
@@ -393,6 +395,13 @@ class _Planner:
         except Exception as error:  # anything the operation raises is its way to say no
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             return None, f"refuses {formats.name(self.low)}: {first_line[:80]}"
+
+    def _later(self, node: fx.Node, want: torch.dtype | None) -> Any:
+        """What `_convert` gives, or will give when it is needed."""
+        value = self.current[node]
+        if want is None or type(value) is not FakeTensor or self._has(node, want):
+            return self._convert(node, want)
+        return Later(node, value, want, lambda: self._convert(node, want))
 
     def _convert(self, node: fx.Node, want: torch.dtype | None) -> Any:
         if want is None or self._has(node, want):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from fxamp import capture, errors, graph, plan, testing
-from fxamp.calls import Calls
+from fxamp.calls import Calls, Later
 from fxamp.capture import Captured
 from fxamp.plan import Plan
 from fxamp.policy import Policy
@@ -23,7 +23,7 @@ from tests.programs import Residual, captured_of, graph_of, small_models
 # ---- plans with a memory are those without --------------------------------------------------------------------------------
 class Uncached(Calls):
     def __call__(self, node: torch.fx.Node, values: Any) -> Any:
-        return graph.call_on_fakes(node, values)
+        return graph.call_on_fakes(node, [value.make() if isinstance(value, Later) else value for value in values])
 
 
 def made_with(calls: Calls, captured: Captured, **options: Any) -> Plan:

