@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxamp import graph
+from fxamp import formats, graph
 from fxamp.capture import Captured
 from fxamp.passes import Change
 from fxamp.plan import Decision, Plan
@@ -48,7 +48,13 @@ def _lower(gm: fx.GraphModule, captured: Captured, plan: Plan) -> int:
 
 
 class _Editor:
-    """Edits one graph. A cast of a pinned node, whose memory is written, is a snapshot and never shared."""
+    """Edits one graph.
+
+    Gradients are summed in the wide format. The cotangents of all readers of a widening meet behind it, so its readers share
+    one; those of the readers of a narrowing meet in its low format if they share it, so that each has its own, as under
+    autocast, unless nothing is summed or the value is a leaf (weights), whose casts autocast shares too. The joint passes let
+    equal casts of the forward be one again. A cast of a pinned node, whose memory is written, is a snapshot, never shared.
+    """
 
     def __init__(self, plan: Plan, captured: Captured) -> None:
         self.plan, self.hands_on, self.snapshots = plan, captured.hands_on, set(captured.pinned)
@@ -115,13 +121,18 @@ class _Editor:
         source = graph.insert_saturation(value, dtype, before=user) if saturates else value
         made = graph.insert_cast(source, dtype, before=user, why=why, where=where)
         self.num_added += 1
-        if may_share:
+        if may_share and not (_sums_gradients(value, held) and not formats.is_lossless(held.dtype, dtype)):
             self.shared[key] = made
         return made
 
     def _part(self, value: fx.Node, index: int, user: fx.Node) -> fx.Node:
         self.num_added += 1
         return graph.insert_getitem(value, index, before=user)
+
+
+def _sums_gradients(value: fx.Node, held: torch.Tensor) -> bool:
+    """May the gradients of several readers of a value meet? Not at leaves (parameters), where autocast shares casts."""
+    return held.requires_grad and not (value.op in ("placeholder", "get_attr") and held.is_leaf)
 
 
 def _differs(held: Any, dtype: torch.dtype) -> bool:

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import copy
+import statistics
+from typing import Any
+
 import expecttest
 import torch
 from torch import nn
 
+import fxamp
 from fxamp import graph, legal, passes
 from fxamp.explain import text
 from fxamp.rewrite.lower import LowerOperations
-from tests.programs import Fn, planned, rewritten
+from tests.programs import Fn, planned, pull, relative_error, rewritten
 
 
 class Golden(expecttest.TestCase):
@@ -84,3 +89,46 @@ def test_the_result_is_legal():
     check = legal.checker(legal.REWRITTEN, captured.gm)
     changes = passes.run(gm, [LowerOperations(captured, made)], check)
     assert str(changes[0]).startswith("LowerOperations: +4 -0 nodes")
+
+
+def test_gradients_of_the_readers_of_a_value_are_summed_in_fp32():
+    """As under autocast, which casts an activation for each reader, and a weight once."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.heads = nn.LayerNorm(16), nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.norm(x)
+            return torch.stack([head(h) for head in self.heads]).float()
+
+    def error(seed: int, run: Any) -> float:
+        torch.manual_seed(seed)
+        model, x = Heads(), torch.randn(32, 16, requires_grad=True)
+        exact, x64 = copy.deepcopy(model).double(), x.detach().double().requires_grad_()
+        pull(run(model)(x))
+        pull(exact(x64))
+        assert x.grad is not None
+        assert x64.grad is not None
+        return relative_error(x.grad, x64.grad)
+
+    def autocast(model: nn.Module) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)(model)
+
+    def fxamp_(model: nn.Module) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(model, backend=fxamp.Amp(precision="bf16", lower="eager"))
+
+    own, peer = ([error(seed, run) for seed in range(4)] for run in (fxamp_, autocast))
+    assert statistics.geometric_mean(own) < 1.02 * statistics.geometric_mean(peer)
+
+
+def test_activations_are_cast_for_each_reader_and_weights_once():
+    def fn(m, a):
+        h = a.exp()
+        return m.lin(h) + m.lin(h)
+
+    model = Fn(fn, lin=nn.Linear(4, 4, bias=False))
+    assert casts_of(model, torch.rand(2, 4)).count(("fp32", "bf16")) == 2, "no gradient, no sum"
+    assert casts_of(model, torch.rand(2, 4, requires_grad=True)).count(("fp32", "bf16")) == 3
