@@ -77,6 +77,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+_UNKNOWN_NUMEL: Final = 4096  # what AOTAutograd's partitioner assumes of a size that depends on data
+
+
+def numel(value: torch.Tensor) -> int:
+    """How many elements a fake tensor has in the example that its graph was traced for. Adds no guard."""
+    count: Any = value.numel()
+    return count if type(count) is int else int(count.node.hint or _UNKNOWN_NUMEL)
+
+
 def operands(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that `node` reads, in the order of its arguments; one that is read twice comes twice."""
     found: list[fx.Node] = []
@@ -171,6 +180,16 @@ def is_users_narrowing(node: fx.Node) -> bool:
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
     both_float = source.is_floating_point() and result.is_floating_point()
     return both_float and not formats.is_lossless(source.dtype, result.dtype)
+
+
+def is_of_a_decomposition(node: fx.Node) -> bool:
+    """Is it, in the joint graph, a cast that PyTorch wrote where it took an operation apart? (`silu` of a narrow value
+    computes in fp32.) A cast that the program, or its gradient, has is one by itself."""
+    whole = node.meta.get("original_aten")
+    return node.target is JOINT_CAST and isinstance(whole, torch._ops.OpOverload) and whole not in _CASTS
+
+
+_CASTS: Final = frozenset((torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, JOINT_CAST))
 
 
 def follows(node: fx.Node) -> bool:

@@ -243,6 +243,10 @@ SEEN_INTO: Final = frozenset(("multi_head_attention_forward", "tensordot", "inne
 """Composites that `rewrite.composites` replaces by their parts before the plan is made, since one class would be wrong for
 some part: products beside a softmax, products behind movement."""
 
+IN_EITHER_FORMAT: Final = frozenset((*MOVEMENT.split(), *ELEMENTWISE.split(), *EXACT.split(), *BUILTIN_PROMOTION.split()))
+"""Operations that may as well be given fp32 where all their operands are low: nothing in them costs more there than what they
+read and write."""
+
 MAY_ALIAS: Final = frozenset(MOVEMENT.split())
 """Operations that return their operand's own memory or a copy, depending on strides: a cast, which may be laid out anew, can
 turn the copy of the program into its own memory."""

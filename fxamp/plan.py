@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import capture, errors, formats, graph, guards, legal, optable, registered
+from fxamp import capture, errors, formats, graph, guards, legal, optable, registered, widening
 from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
@@ -41,6 +41,8 @@ class Decision:
     """Short name of the format that the operation's floating operands have: "bf16", "fp32"; "-" if it has none."""
     result: torch.dtype | None
     """The dtype to cast the result to at once, None if it is handed on as computed."""
+    widened_early: bool = False
+    """Does it read the one widening that its low operand has for all who want it wide? See `fxamp.widening`."""
     saturated: frozenset[int] = frozenset()
     """Operands that are cut off at the ends of their new format instead of being rounded to infinity: masks of attention."""
     why: str
@@ -69,7 +71,10 @@ class Plan:
     def digest(self) -> str:
         """A key of everything in the plan that changes the rewritten graph, for caches; equal across processes."""
         text = repr([self.variant, str(self.low), self.outputs])
-        text += "".join(f"{d.node}|{d.op}|{d.operands}|{d.result}|{sorted(d.saturated)};" for d in self.decisions.values())
+        text += "".join(
+            f"{d.node}|{d.op}|{d.operands}|{d.result}|{d.widened_early}|{sorted(d.saturated)};"
+            for d in self.decisions.values()
+        )
         text += repr([(path, body.digest()) for path, body in self.bodies.items()])
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -158,6 +163,7 @@ class _Planner:
         self.captured, self.policy, self.low, self.note, self.relaxed = captured, policy, low, note, relaxed
         self.calls = calls
         self.position = {node: i for i, node in enumerate(captured.gm.graph.nodes)}
+        self.nodes = {node.name: node for node in captured.gm.graph.nodes}
         self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
         self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
         self.current: dict[fx.Node, Any] = {}
@@ -186,6 +192,8 @@ class _Planner:
                 decisions[node.name] = decision
                 value = decision.value
                 self._hand_on(node, value if decision.result is None else _retype(value, decision.result))
+        for node in self._early(decisions):
+            decisions[node.name] = self._widened(decisions[node.name])
         return Plan(
             variant=variant,
             low=self.low,
@@ -270,6 +278,46 @@ class _Planner:
             why=why,
             facts=facts,
             value=graph.value_of(node),
+        )
+
+    def _early(self, decisions: dict[str, Decision]) -> frozenset[fx.Node]:
+        """The operations that had better be given the one widening of what they read."""
+
+        def reads_wide(node: fx.Node, index: int) -> bool:
+            return node.name in decisions and decisions[node.name].operands[index] == TRACED
+
+        return widening.early(
+            self.captured.gm.graph.nodes,
+            is_low=self._lowered,
+            is_free=lambda node: node.name in decisions and self._may_be_widened(node, decisions[node.name]),
+            is_source=self._widens_to_traced,
+            reads_wide=reads_wide,
+        )
+
+    def _may_be_widened(self, node: fx.Node, decision: Decision) -> bool:
+        """Does it take its format from operands that are all low, and hand it on to a result that nobody writes?"""
+        if decision.cls not in (OpClass.FOLLOW, OpClass.WIDEST) or decision.op not in optable.IN_EITHER_FORMAT:
+            return False
+        if node.name in self.captured.pinned:
+            return False
+        pairs = zip(graph.operands(node), decision.operands, strict=True)
+        wanted = [want for x, want in pairs if self._is_float(x)]
+        return bool(wanted) and all(want not in (None, TRACED) for want in wanted)
+
+    def _widens_to_traced(self, node: fx.Node) -> bool:
+        """Is a cast of it the traced value, strides too? What reads it then makes and shares memory as it was traced."""
+        now, traced = self.current[node], graph.value_of(node)
+        return isinstance(now, torch.Tensor) and graph.retyped(now, TRACED).stride() == traced.stride()
+
+    def _widened(self, decision: Decision) -> Decision:
+        """An operation that follows its operands, given them wide."""
+        return replace(
+            decision,
+            operands=tuple(None if want is None else TRACED for want in decision.operands),
+            computes=formats.name(TRACED),
+            widened_early=True,
+            why=f"{decision.why}; whoever reads it, and others that read its operand, want fp32",
+            value=graph.value_of(self.nodes[decision.node]),
         )
 
     def _obstacle(

@@ -13,9 +13,10 @@ from typing import Final
 import torch
 
 from fxamp import _patches
+from fxamp.joint.absorb import AbsorbWidenings
 from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
 from fxamp.joint.min_cut import MinCut
-from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
+from fxamp.joint.movement import HoistNarrowings, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
 from fxamp.joint.scale import KeepFiniteStatistics, ScaleGradients
 from fxamp.passes import Pass

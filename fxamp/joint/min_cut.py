@@ -108,7 +108,6 @@ def _numbers(node: fx.Node) -> Iterator[float]:
 # ---- choosing -----------------------------------------------------------------------------------------------------------
 _WIDE_SIDE: Final = "wide"
 _LOW_SIDE: Final = "low"
-_UNKNOWN_NUMEL: Final = 4096  # what AOTAutograd's partitioner assumes of a size that depends on data
 
 
 def _solve(facts: _Facts) -> dict[fx.Node, torch.dtype]:
@@ -156,8 +155,7 @@ def _solve(facts: _Facts) -> dict[fx.Node, torch.dtype]:
 
 
 def _numel(node: fx.Node) -> int:
-    numel = graph.value_of(node).numel()
-    return numel if isinstance(numel, int) else int(numel.node.hint or _UNKNOWN_NUMEL)
+    return graph.numel(graph.value_of(node))
 
 
 # ---- carrying it out ----------------------------------------------------------------------------------------------------

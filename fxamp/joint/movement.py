@@ -1,5 +1,5 @@
-"""EXACT passes that move casts of the joint graph past operations that only move values, and into operations that widen by
-themselves. `fxamp/joint/casts.py` then finds round trips and equal casts that the movement hid.
+"""EXACT passes that move casts of the joint graph past operations that only move values. `fxamp/joint/casts.py` then finds
+round trips and equal casts that the movement hid.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.joint.layout import can_stand_for, layout
+from fxamp.joint.layout import can_stand_for
 from fxamp.passes import Change
 
 _ATEN: Final = torch.ops.aten
@@ -25,15 +25,6 @@ MOVES: Final = frozenset(
     )
 )  # fmt: skip
 """Operations of one tensor that commute with every cast: they move values, or change their sign, and compute nothing."""
-
-PROMOTES: Final = frozenset(
-    (
-        _ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.maximum.default, _ATEN.minimum.default,
-        _ATEN.where.self,
-    )
-)  # fmt: skip
-"""Elementwise operations that bring their tensors to the widest format before they compute, in eager execution and in code
-that Inductor generates."""
 
 
 @dataclass(frozen=True)
@@ -76,31 +67,6 @@ class HoistNarrowings:
                 cast = _swap_up(cast)
                 num_moved += cast is not None
         return Change(pass_name=type(self).__name__, num_added=2 * num_moved, num_removed=2 * num_moved)
-
-
-@dataclass(frozen=True)
-class AbsorbWidenings:
-    """Leaves a widening to the operations that read it, if each of them widens by itself.
-
-    requires: joint graph with meta.  changes: number of casts; saved for the backward is the narrow value.  keeps: every bit.
-
-        a: "f32[B]" = cast(x, f32)
-        y: "f32[B]" = add(a, r)         ->     y: "f32[B]" = add(x, r)         (r is fp32)
-    kept: where an operation has no other operand in the wide format, since it would then compute in the narrow one.
-    """
-
-    def __call__(self, gm: fx.GraphModule) -> Change:
-        num_removed = 0
-        for cast in graph.nodes_of_own_casts(gm):
-            if not (_widens(cast) and cast.users):
-                continue
-            source = cast.all_input_nodes[0]
-            same_layout = layout(graph.value_of(source)) == layout(graph.value_of(cast))
-            if same_layout and all(_promotes(user, cast) for user in cast.users):
-                graph.replace(cast, source)
-                graph.erase(cast)
-                num_removed += 1
-        return Change(pass_name=type(self).__name__, num_removed=num_removed)
 
 
 # ---- swapping a cast with a move ----------------------------------------------------------------------------------------
@@ -163,16 +129,6 @@ def _call(move: fx.Node, value: Any) -> Any | None:
 def _widens(node: fx.Node) -> bool:
     """Does a cast of fxamp's lose nothing?"""
     return formats.is_lossless(graph.value_of(node.all_input_nodes[0]).dtype, graph.value_of(node).dtype)
-
-
-def _promotes(user: fx.Node, cast: fx.Node) -> bool:
-    """Does an operation compute the same from the operand of `cast` as from `cast`?"""
-    if user.target not in PROMOTES:
-        return False
-    dtype, operands = graph.value_of(cast).dtype, list(graph.operands(user))
-    values = [graph.value_of(x) for x in operands if x is not cast]
-    wide = [v for v in values if isinstance(v, torch.Tensor) and v.dtype == dtype and v.dim() > 0]
-    return operands.count(cast) == 1 and bool(wide) and graph.value_of(user).dtype == dtype
 
 
 def _numel(node: fx.Node) -> Any:

@@ -115,7 +115,7 @@ class _Editor:
             cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
             return cast if isinstance(held, list) else tuple(cast)
         key = (value, dtype, mode_index, saturates)
-        may_share = user.name not in self.hands_on and value.name not in self.snapshots
+        may_share = self._keeps_to_itself(user) and value.name not in self.snapshots
         if key in self.shared and may_share:
             return self.shared[key]
         source = graph.insert_saturation(value, dtype, before=user) if saturates else value
@@ -124,6 +124,12 @@ class _Editor:
         if may_share and not (_sums_gradients(value, held) and not formats.is_lossless(held.dtype, dtype)):
             self.shared[key] = made
         return made
+
+    def _keeps_to_itself(self, user: fx.Node) -> bool:
+        """False for a user that might hand on the cast's own memory where the program got a copy. What was widened early reads
+        a cast with the strides of the traced value: there memory is shared as it was traced."""
+        decision = self.plan.decisions.get(user.name)
+        return user.name not in self.hands_on or (decision is not None and decision.widened_early)
 
     def _part(self, value: fx.Node, index: int, user: fx.Node) -> fx.Node:
         self.num_added += 1

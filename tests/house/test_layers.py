@@ -27,6 +27,7 @@ LEVELS = MappingProxyType(
         "graph": 2,
         "options": 3,
         "guards": 3,
+        "widening": 3,
         "instances": 3,
         "calls": 3,
         "capture": 3,

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxamp import graph, joint
-from fxamp.joint.movement import AbsorbWidenings, HoistNarrowings, SinkWidenings
+from fxamp.joint.absorb import AbsorbWidenings
+from fxamp.joint.movement import HoistNarrowings, SinkWidenings
 
 ATEN = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -40,9 +41,14 @@ MOVES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (ATEN.neg.default, ()),
     (ATEN.abs.default, ()),
 )
-BINARY = (ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.maximum.default)
+SUMS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (ATEN.sum.dim_IntList, ([0],)),
+    (ATEN.sum.dim_IntList, ([-1], True)),
+    (ATEN.sum.default, ()),
+)
+BINARY = (ATEN.cat.default, ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, ATEN.div.Tensor, ATEN.maximum.default)
 
-move = st.tuples(st.integers(0, 30), st.sampled_from(MOVES))
+move = st.tuples(st.integers(0, 30), st.sampled_from((*MOVES, *SUMS)))
 cast = st.tuples(st.integers(0, 30), st.sampled_from((F32, BF16, torch.float16)), st.sampled_from((True, True, False)))
 binary = st.tuples(st.integers(0, 30), st.sampled_from(BINARY), st.integers(0, 30))
 programs = st.lists(st.one_of(move, cast, cast, binary), max_size=14)
@@ -65,6 +71,8 @@ def build(steps: list[Any], inputs=INPUTS, outputs: Any = None) -> fx.GraphModul
         else:
             j = step[2] % len(nodes)
             target, args, real = step[1], (nodes[i], nodes[j]), (values[i], values[j])
+            if target is ATEN.cat.default:
+                args, real = (args,), (real,)
         try:
             values.append(target(*real))
         except (RuntimeError, IndexError):
@@ -154,7 +162,7 @@ def down(i: int, ours: bool = True) -> tuple[int, torch.dtype, bool]:
     return i, BF16, ours
 
 
-PERMUTE, EXPAND, SLICE = MOVES[0], MOVES[8], MOVES[4]
+PERMUTE, EXPAND, SLICE, FLIP, NEG = MOVES[0], MOVES[8], MOVES[4], MOVES[11], MOVES[12]
 FLAT = (ATEN.view.default, ([72],))
 
 MOVED = [
@@ -182,6 +190,15 @@ MOVED = [
     ("not where both would be narrow", AbsorbWidenings(), [up(0), (3, ATEN.mul.Tensor, 3)], [4],
      ["convert_element_type", "mul"]),
     ("one of two", AbsorbWidenings(), [up(0), up(0), (3, ATEN.mul.Tensor, 4)], [5], ["convert_element_type", "mul"]),
+    ("also behind moves", AbsorbWidenings(), [up(0), (3, NEG), (3, FLIP), (4, ATEN.cat.default, 5), (6, SUMS[0]),
+                                              (3, ATEN.mul.Tensor, 1)], [7, 8], ["neg", "flip", "cat", "sum", "mul"]),
+    ("not behind a move that somebody reads", AbsorbWidenings(), [up(0), (3, NEG), (4, ATEN.mul.Tensor, 1)], [4, 5],
+     ["convert_element_type", "neg", "mul"]),
+    ("a concatenation widens by itself", AbsorbWidenings(), [up(0), (3, ATEN.cat.default, 1)], [4], ["cat"]),
+    ("if it holds something wide", AbsorbWidenings(), [up(0), (3, NEG), (3, ATEN.cat.default, 4), (5, NEG)], [6],
+     ["convert_element_type", "neg", "cat", "neg"]),
+    ("a sum", AbsorbWidenings(), [up(0), (3, SUMS[0])], [4], ["sum"]),
+    ("not the user's", AbsorbWidenings(), [up(0, False), (3, SUMS[0])], [4], ["convert_element_type", "sum"]),
     ("not where another reader needs it", AbsorbWidenings(), [up(0), (3, ATEN.add.Tensor, 1), (3, PERMUTE)], [4, 5],
      ["convert_element_type", "add", "permute"]),
 ]  # fmt: skip
