@@ -44,6 +44,8 @@ class System:
     compiler: Literal["stock", "autocast", "fxamp"]
     precision: Literal["fp32", "bf16", "fp16"]
     output_dtype: Literal["traced", "low"] = "traced"
+    is_counted: bool = False
+    """Are the casts of its joint graphs counted? fxamp traces them once more for that."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,11 +55,11 @@ class System:
 SYSTEMS: Final = (
     System(name="stock", compiler="stock", precision="fp32"),
     System(name="fxamp-fp32", compiler="fxamp", precision="fp32"),
-    System(name="autocast-bf16", compiler="autocast", precision="bf16"),
+    System(name="autocast-bf16", compiler="autocast", precision="bf16", is_counted=True),
     System(name="fxamp-bf16", compiler="fxamp", precision="bf16"),
     System(name="autocast-fp16", compiler="autocast", precision="fp16"),
     System(name="fxamp-fp16", compiler="fxamp", precision="fp16"),
-    System(name="fxamp-bf16-low", compiler="fxamp", precision="bf16", output_dtype="low"),
+    System(name="fxamp-bf16-low", compiler="fxamp", precision="bf16", output_dtype="low", is_counted=True),
 )
 BY_NAME: Final[Mapping[str, System]] = MappingProxyType({system.name: system for system in SYSTEMS})
 
@@ -246,7 +248,7 @@ def measure(entry: Entry, systems: Sequence[System], *, lower: Lower, seeds: Seq
             continue
         if system.compiler == "stock":
             stock = done
-        joints = compiler.joints()
+        joints = compiler.joints() if system.is_counted else []
         results[system.name] = Result(
             errors=errors(done, [wanted[seed] for seed in seeds]),
             traffic=sum(map(joint.traffic, joints), Traffic()) if joints else None,
