@@ -121,7 +121,7 @@ class _Editor:
         source = graph.insert_saturation(value, dtype, before=user) if saturates else value
         made = graph.insert_cast(source, dtype, before=user, why=why, where=where)
         self.num_added += 1
-        if may_share and not (_sums_gradients(value, held) and not formats.is_lossless(held.dtype, dtype)):
+        if may_share and not rounds_gradients(value, dtype):
             self.shared[key] = made
         return made
 
@@ -136,9 +136,14 @@ class _Editor:
         return graph.insert_getitem(value, index, before=user)
 
 
-def _sums_gradients(value: fx.Node, held: torch.Tensor) -> bool:
-    """May the gradients of several readers of a value meet? Not at leaves (parameters), where autocast shares casts."""
-    return held.requires_grad and not (value.op in ("placeholder", "get_attr") and held.is_leaf)
+def rounds_gradients(value: fx.Node, dtype: torch.dtype) -> bool:
+    """Would sharing a cast of `value` to `dtype` sum the gradients of its readers in a narrower format than `value` has?
+
+    Those of leaves (parameters) are, under autocast as well, which shares the casts of leaves and of nothing else.
+    """
+    held = graph.value_of(value)
+    is_leaf = value.op in ("placeholder", "get_attr") and held.is_leaf
+    return held.requires_grad and not is_leaf and not formats.is_lossless(held.dtype, dtype)
 
 
 def _differs(held: Any, dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ from fxamp.errors import InvariantBroken
 from fxamp.optable import OpClass
 from fxamp.passes import Pass
 from fxamp.policy import Policy, Rule
+from fxamp.rewrite.lower import rounds_gradients
 from fxamp.testing.values import difference
 
 Leaf = tuple[torch.Tensor, torch.Tensor]
@@ -146,7 +147,8 @@ def non_floats(state: Rewrite) -> None:
 
 
 def no_redundant_casts(state: Rewrite) -> None:
-    """No cast changes nothing, and none reads another: but where memory that somebody writes lies between the two."""
+    """No cast changes nothing, and none reads another: but where memory that somebody writes lies between the two. One cast
+    serves all readers, but where their gradients would meet behind it in the narrower format."""
     seen: dict[tuple[fx.Node, torch.dtype, int], fx.Node] = {}
     modes = capture.mode_indices(state.rewritten.graph.nodes)
     for node in state.rewritten.graph.nodes:
@@ -160,6 +162,10 @@ def no_redundant_casts(state: Rewrite) -> None:
         if source.name != origin and origin not in state.captured.pinned:
             raise state.broken("casts", origin, f"is cast to {mark.src}, and that again to {mark.dst}")
         if origin in state.captured.pinned or _may_alias(state, node):
+            continue
+        if rounds_gradients(source, graph.value_of(node).dtype):
+            if len(node.users) > 1:
+                raise state.broken("casts", origin, f"has one cast to {mark.dst}, where gradients of its readers meet")
             continue
         twin = seen.setdefault((source, graph.value_of(node).dtype, modes[node]), node)
         if twin is not node and not _may_alias(state, twin):
