@@ -93,7 +93,7 @@ class _Editor:
             return value
         place = graph.after(value) if self.switches else output
         why = "an output keeps its traced dtype"
-        return self._cast(value, dtype, place, decision.facts.mode_index, why, decision.facts.where)
+        return self._cast(value, dtype, output, decision.facts.mode_index, why, decision.facts.where, before=place)
 
     def _cast(
         self,
@@ -105,21 +105,25 @@ class _Editor:
         where: str,
         *,
         saturates: bool = False,
+        before: fx.Node | None = None,
     ) -> Any:
-        """`value` in `dtype`, for `user`: itself where it needs no cast, else a cast, else a rebuilt tuple of casts."""
+        """`value` in `dtype`, for `user`: itself where it needs no cast, else a cast, else a rebuilt tuple of casts.
+
+        What is put in stands in front of `before`, or of `user`.
+        """
         held = graph.value_of(value)
         if dtype is None or not _differs(held, dtype):
             return value
         if not isinstance(held, torch.Tensor):
-            parts = [self._part(value, i, user) for i in range(len(held))]
-            cast = [self._cast(part, dtype, user, mode_index, why, where) for part in parts]
+            parts = [self._part(value, i, before or user) for i in range(len(held))]
+            cast = [self._cast(part, dtype, user, mode_index, why, where, before=before) for part in parts]
             return cast if isinstance(held, list) else tuple(cast)
         key = (value, dtype, mode_index, saturates)
         may_share = self._keeps_to_itself(user) and value.name not in self.snapshots
         if key in self.shared and may_share:
             return self.shared[key]
-        source = graph.insert_saturation(value, dtype, before=user) if saturates else value
-        made = graph.insert_cast(source, dtype, before=user, why=why, where=where)
+        source = graph.insert_saturation(value, dtype, before=before or user) if saturates else value
+        made = graph.insert_cast(source, dtype, before=before or user, why=why, where=where)
         self.num_added += 1
         if may_share and not rounds_gradients(value, dtype):
             self.shared[key] = made

@@ -132,3 +132,15 @@ def test_activations_are_cast_for_each_reader_and_weights_once():
     model = Fn(fn, lin=nn.Linear(4, 4, bias=False))
     assert casts_of(model, torch.rand(2, 4)).count(("fp32", "bf16")) == 2, "no gradient, no sum"
     assert casts_of(model, torch.rand(2, 4, requires_grad=True)).count(("fp32", "bf16")) == 3
+
+
+def test_an_output_shares_a_cast_across_a_switch_of_grad_mode():
+    def fn(a):
+        b = a @ a
+        c = b.view(-1)  # stands where the output is cast, and might hand on what it reads
+        loss = b.exp().sum()
+        with torch.no_grad():
+            loss = loss * (a @ a).sum()
+        return b, c.sum() * loss
+
+    assert casts_of(fn, torch.rand(4, 4)).count(("bf16", "fp32")) == 3
