@@ -143,4 +143,4 @@ def test_an_output_shares_a_cast_across_a_switch_of_grad_mode():
             loss = loss * (a @ a).sum()
         return b, c.sum() * loss
 
-    assert casts_of(fn, torch.rand(4, 4)).count(("bf16", "fp32")) == 3
+    assert casts_of(fn, torch.rand(4, 4)).count(("bf16", "fp32")) == 2, "one of b for all, one under no_grad"
