@@ -23,6 +23,7 @@ from fxamp.options import Options
 from fxamp.plan import Plan
 from fxamp.run import cuda_graphs, skipping, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
+from fxamp.run.health import Finding
 from fxamp.run.scaler import Scaler, SteppedSchedule
 
 Compiled = Callable[..., Any]
@@ -50,7 +51,9 @@ class Amp:
         self._notes: list[str] = []
         self._num_fallbacks = 0
         config = scaling.resolve(self.options.scaling, self.options.precision)
-        self._scaler = None if config is None else Scaler(config, self.options.process_group, self._note)
+        self._scaler = None if config is None else Scaler(
+            config, self.options.process_group, self._note, has_shares=self.options.stats == "full"
+        )
         transforms.refuse_around(self)
         self._warned_of_idle_rules = False
 
@@ -149,7 +152,8 @@ class Amp:
         return tuple(self._graphs)
 
     def report(self) -> Report:
-        """What runs in which format and why. `print(amp.report())` shows tables; the fields are for programs.
+        """What runs in which format and why. `print(amp.report())` shows tables; the fields are for programs. With loss
+        scaling it waits for the device, to read the scale.
 
         Warns, once, of rules of the policy that decided nothing in all graphs so far.
         """
@@ -164,6 +168,7 @@ class Amp:
             graphs=self.graphs,
             notes=tuple(self._notes),
             rules=rules,
+            scaling=() if self._scaler is None else self._scaler.read_summary(),
             num_fallbacks=self._num_fallbacks,
         )
 
@@ -205,6 +210,15 @@ class Amp:
     def read_skipped_steps(self) -> int:
         """Optimizer steps left out so far, on the host. Waits for the device."""
         return int(self.skipped_steps)
+
+    def health(self) -> tuple[Finding, ...]:
+        """What ails the run: explosion, underflow, oscillation, a scale at its floor; and skips that are calibration. Empty:
+        nothing is known. Waits for the device.
+
+        Known are the last 256 updates of the scale and which gradients overflowed, at no cost; with stats="full" also which
+        share of each gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
+        """
+        return self._scaling.read_health()
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """A learning-rate scheduler of torch's, whose `step()` does nothing after an optimizer step that was left out.
@@ -276,22 +290,28 @@ def _lower(
         tf32=made.variant == "tf32",
         relaxed=joint.relaxed(options.relaxed, made.low),
     )
+    slots, probed = dict[int, bool](), None
     if scaler is not None:
         slots = _slots(captured)
-        scale, probe = scaler.inputs(slots, captured.device)
         gm = graph.clone(gm)  # people look at the one without these inputs
+        probed = scaler.graph([graph.input_name(node) for node in captured.differentiable.values()])
+        scale, probe = scaler.inputs(probed, captured.device)
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]
         settings = dataclasses.replace(
             settings,
             scaling=joint.scaling(
-                scale=first, probe=first + 1, slots=tuple(slots), statistics=captured.running_statistics
+                scale=first,
+                probe=first + 1,
+                slots=tuple(slots),
+                shares=probed.has_shares,
+                statistics=captured.running_statistics,
             ),
         )
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
-    if scaler is not None:
-        run = scaler.around(run, _slots(captured), captured.device)
+    if scaler is not None and probed is not None:
+        run = scaler.around(run, probed, slots, captured.device)
     return transforms.guarded(run), program.record
 
 

@@ -428,6 +428,13 @@ def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *
     return made
 
 
+def input_name(node: fx.Node) -> str:
+    """What a user calls an input of Dynamo's graph: "layers.0.weight" for a parameter or buffer, else its name there."""
+    text = getattr(getattr(node, "_dynamo_source", None), "name", "")  # before torch 2.13 a method
+    path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text() if callable(text) else text)
+    return ".".join(path) or node.name
+
+
 def append_inputs(gm: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> int:
     """Adds inputs behind the last one of a Dynamo graph, which no operation reads yet, for tensors like these, whose memory
     stays where it is from call to call. Returns the position of the first."""

@@ -72,6 +72,37 @@ def _to_fp32(x: Tensor) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(max=limit)).float()
 
 
+torch.library.define("fxamp::lost_shares", "(Tensor[] gradients, Tensor scale, int[] slots, int num_slots) -> Tensor")
+
+
+@torch.library.impl("fxamp::lost_shares", "CompositeExplicitAutograd")
+def lost_shares(gradients: list[Tensor], scale: Tensor, slots: list[int], num_slots: int) -> Tensor:
+    """The share of each gradient's numbers that are 0 or, scaled, below the smallest normal number of fp16.
+
+    Args: as in `largest`; scale: fp32 [], what the gradients were scaled with on their way.
+    Returns: fp32 [num_slots], the largest share in slots with several gradients, 0 in those without one.
+    """
+    limit = torch.finfo(torch.float16).smallest_normal
+    device = gradients[0].device
+    found: dict[int, Tensor] = {}
+    for slot, gradient in zip(slots, gradients, strict=True):
+        numbers = _numbers(gradient)
+        if numbers.numel() > 0:
+            is_lost = numbers.abs() * scale.to(numbers.device) < limit
+            share = is_lost.to(torch.float32).mean().to(device, non_blocking=True)
+            found[slot] = torch.maximum(found[slot], share) if slot in found else share
+    zero = torch.zeros((), device=device)
+    return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
+
+
+@torch.library.register_fake("fxamp::lost_shares")  # pyright: ignore[reportUntypedFunctionDecorator]
+def _(gradients: list[Tensor], scale: Tensor, slots: list[int], num_slots: int) -> Tensor:
+    return gradients[0].new_empty((num_slots,), dtype=torch.float32)
+
+
+LOST_SHARES: Final = torch.ops.fxamp.lost_shares.default
+"""What a graph calls."""
+
 LARGEST: Final = torch.ops.fxamp.largest.default
 """What a graph calls."""
 

@@ -64,7 +64,8 @@ class Options:
     """"auto": inference graphs replay as CUDA graphs and hand out copies; training is left to `mode`. True: Inductor's own
     behaviour, as in mode="reduce-overhead". "require": a graph that cannot be captured is an error."""
     stats: str | None = None
-    """None, "overflow" or "full". Only None yet."""
+    """What is gathered about gradients beyond what costs nothing: None; "full": which share of each is below what fp16 holds,
+    at the price of reading them once more, for `Amp.health`. "overflow" not yet."""
     on_error: Literal["raise", "eager"] = "raise"
     """What an internal failure of fxamp does: "raise" a typed error, or compile the "eager", untouched graph, count it in the
     report, and warn once."""
@@ -158,11 +159,12 @@ def _check_landed(options: Options) -> None:
         "ladder": (None, "Give one precision"),
         "scheduler": (None, "Give one precision"),
         "on_overflow": ("skip", "Leave it out"),
-        "stats": (None, "Leave it out"),
     }
     for name, (value, instead) in landed.items():
         if getattr(options, name) != value:
             raise errors.not_yet(name, getattr(options, name), instead)
+    if options.stats == "overflow":
+        raise errors.not_yet("stats", "overflow", "Leave it out: Amp.health() names the gradients that overflowed")
     ruled = {rule.pattern for rule in options.policy.rules if rule.kind == "region"}
     for name in options.regions or {}:
         if name not in ruled:

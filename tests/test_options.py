@@ -59,7 +59,9 @@ def test_every_option_is_documented():
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
         ({"ladder": ("bf16", "fp32")}, errors.NotYet,
          "ERROR[NotYet]: ladder=('bf16', 'fp32') is not implemented yet. Give one precision"),
-        ({"stats": "full"}, errors.NotYet, "ERROR[NotYet]: stats='full' is not implemented yet. Leave it out"),
+        ({"stats": "overflow"}, errors.NotYet,
+         "ERROR[NotYet]: stats='overflow' is not implemented yet. Leave it out: Amp.health() names the gradients that "
+         "overflowed"),
     ],
 )  # fmt: skip
 def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exception], text: str):

@@ -35,6 +35,8 @@ class Report:
     """Notes that concern no graph in particular."""
     rules: tuple[RuleUse, ...] = ()
     """What became of each rule of the policy, in its order."""
+    scaling: tuple[tuple[str, str], ...] = ()
+    """(what, value) of the loss scale: the scale, skipped steps, how each optimizer skips, what health() finds."""
     num_fallbacks: int = 0
     """Graphs that were compiled untouched after a failure, with on_error="eager"."""
 
@@ -85,6 +87,8 @@ class Report:
                 console.print(_leak_table(self.leaks))
             if self.rules:
                 console.print(_rule_table(self.rules))
+            if self.scaling:
+                console.print(_scaling_table(self.scaling))
             _print_notes(console, self.graphs)
         for note in self.notes:
             console.print(f"- {note}")
@@ -159,6 +163,15 @@ def _rule_table(rules: Sequence[RuleUse]) -> Table:
         table.add_column(name, justify="left" if name in ("rule", "note") else "right", overflow="fold")
     for use in rules:
         table.add_row(str(use.rule), str(use.num_matched), str(use.num_decided), str(use.num_followed), use.note)
+    return table
+
+
+def _scaling_table(scaling: Sequence[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="loss scaling", title_justify="left", show_header=False)
+    for what, value in scaling:
+        table.add_row(what, value)
     return table
 
 

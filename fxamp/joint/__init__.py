@@ -44,12 +44,14 @@ EXACT: Final[tuple[Pass, ...]] = (
     AbsorbWidenings(),  # last: what widens by itself is no cast any more, and nothing could cancel or share it
 )
 
-def scaling(*, scale: int, probe: int, slots: tuple[int, ...], statistics: tuple[int, ...]) -> tuple[Pass, ...]:
+def scaling(
+    *, scale: int, probe: int, slots: tuple[int, ...], shares: bool, statistics: tuple[int, ...]
+) -> tuple[Pass, ...]:
     """Loss scaling, for the inputs at these positions. It comes after all other passes: they see no arithmetic but the
     program's."""
     return (
         KeepFiniteStatistics(statistics),
-        ScaleGradients(scale=scale, probe=probe, slots=slots),
+        ScaleGradients(scale=scale, probe=probe, slots=slots, shares=shares),
     )
 
 

@@ -28,7 +28,7 @@ class ScaleGradients:
     """Multiplies what enters the backward by the scale, divides what leaves it by the same, and says what overflowed.
 
     requires: joint graph with descriptors, whose input number `scale` is the loss scale, fp32 [], and whose input number
-        `probe`, fp32 [number of slots + 1], takes part in nothing.
+        `probe`, fp32 [number of slots + 1] (twice that with `shares`), takes part in nothing.
     changes: the backward between tangents and gradients.  keeps: every gradient, up to what the format could not hold.
 
         dx: "f32[B]" = backward(tangent)     ->     s = mul(tangent, scale);  g = backward(s);  dx = mul(g, 1 / scale)
@@ -45,6 +45,8 @@ class ScaleGradients:
     slots: tuple[int, ...]
     """Positions of the inputs whose gradients have slots in the probe's gradient, in the order of the slots. All other
     gradients share a slot behind them."""
+    shares: bool = False
+    """Does the probe's gradient hold, behind the magnitudes, the share of each gradient that fp16 could not hold?"""
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         output = next(iter(gm.graph.find_nodes(op="output")))
@@ -68,11 +70,11 @@ class ScaleGradients:
             if node not in divided:
                 divided[node] = _product(node, inverse, before=output)
             results[i] = divided[node]
-        results[position] = self._largest(gradients, results, output)
+        results[position] = self._facts(gradients, results, scale, output)
         graph.set_arguments(output, (type(output.args[0])(results),), {})
         return Change(pass_name=type(self).__name__, num_added=len(gm.graph.nodes) - before)
 
-    def _largest(self, gradients: dict[int, Any], results: list[Any], output: fx.Node) -> fx.Node:
+    def _facts(self, gradients: dict[int, Any], results: list[Any], scale: fx.Node, output: fx.Node) -> fx.Node:
         slot_of = {position: slot for slot, position in enumerate(self.slots)}
         slots: list[int] = []
         nodes: list[fx.Node] = []
@@ -80,8 +82,12 @@ class ScaleGradients:
             position = _input_of(desc)
             slots.append(len(self.slots) if position is None else slot_of.get(position, len(self.slots)))
             nodes.append(results[i])
-        args = (nodes, slots, len(self.slots) + 1)
-        return graph.insert_backward(ops.LARGEST, args, before=output, name="largest_gradients")
+        num_slots = len(self.slots) + 1
+        largest = graph.insert_backward(ops.LARGEST, (nodes, slots, num_slots), before=output, name="largest_gradients")
+        if not self.shares:
+            return largest
+        shares = graph.insert_backward(ops.LOST_SHARES, (nodes, scale, slots, num_slots), before=output, name="lost_shares")
+        return graph.insert_backward(torch.ops.aten.cat.default, ([largest, shares],), before=output)
 
 
 def _gradients(output: fx.Node, results: list[Any]) -> Iterator[tuple[int, Any]]:

@@ -1,17 +1,39 @@
-"""Where compiled backwards leave the largest magnitude of each gradient that they hand out."""
+"""Where compiled backwards leave what is known of each gradient that they hand out: its largest magnitude, and, if asked for,
+the share of its numbers that fp16 could not hold."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fxamp.run.health import Slot
+
+SMALLEST_NORMAL: Final = torch.finfo(torch.float16).smallest_normal
+
 ROOM_AT_FIRST: Final = 1024
 """Slots of a new store; it doubles when they are taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedGraph:
+    """A compiled graph that has a probe."""
+
+    index: int
+    names: tuple[str, ...]
+    """Of the inputs that have slots."""
+    has_shares: bool
+    """Does the probe's gradient hold shares behind the magnitudes?"""
+
+    @property
+    def probe_size(self) -> int:
+        """A number for each slot and one for all other gradients; twice that with shares."""
+        return (len(self.names) + 1) * (2 if self.has_shares else 1)
 
 
 class Flags:
@@ -23,7 +45,12 @@ class Flags:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device: Final = device
         self._store = torch.zeros(ROOM_AT_FIRST, device=device)
+        self._record = torch.zeros((3, ROOM_AT_FIRST), device=device)
+        """Per slot: updates with an overflow, updates in which all of it was lost, largest share of it that was lost."""
+        self._names: list[str] = []
+        self._has_shares = False
         self._owners: list[int | None] = []
         """For each slot, the id of its parameter; None: a gradient of something else."""
         self._probes: dict[tuple[Any, ...], Tensor] = {}
@@ -33,17 +60,17 @@ class Flags:
         self.arrivals: Final[set[int]] = set()
         """Ids of the parameters whose gradients have arrived since somebody cleared the set."""
 
-    def probe(self, graph_id: int, parameters: Sequence[Tensor | None]) -> Tensor:
-        """The probe of a graph, fp32 [len(parameters) + 1], for a call with these tensors in its slots; None: a slot for
+    def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor | None]) -> Tensor:
+        """The probe of a graph, fp32 [graph.probe_size], for a call with these tensors in its slots; None: a slot for
         something that is no parameter."""
-        key = (graph_id, *map(id, parameters))
+        key = (graph.index, *map(id, parameters))
         found = self._probes.get(key)
-        return self._new_probe(key, parameters) if found is None else found
+        return self._new_probe(key, graph, parameters) if found is None else found
 
-    def _new_probe(self, key: tuple[Any, ...], parameters: Sequence[Tensor | None]) -> Tensor:
+    def _new_probe(self, key: tuple[Any, ...], graph: ProbedGraph, parameters: Sequence[Tensor | None]) -> Tensor:
         owners = [None if p is None else id(p) for p in parameters]
-        span = self._room_for([*owners, None])
-        probe = torch.zeros(span.stop - span.start, device=self._store.device, requires_grad=True)
+        span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
+        probe = torch.zeros(graph.probe_size, device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
         probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids))
         self._probes[key] = probe
@@ -55,18 +82,21 @@ class Flags:
                 weakref.finalize(parameter, _call, this, Flags.forget, key, id(parameter)).atexit = False
         return probe
 
-    def _room_for(self, owners: list[int | None]) -> slice:
-        """Slots with these owners, zero all of them."""
+    def _room_for(self, owners: list[int | None], names: Sequence[str]) -> slice:
+        """Slots with these owners and names, with nothing in them and nothing on record."""
         self._masks.clear()
         released = self._released.get(len(owners))
         if released:
             span = released.pop()
             self._store[span].zero_()
+            self._record[:, span].zero_()
         else:
             span = slice(len(self._owners), len(self._owners) + len(owners))
             while span.stop > len(self._store):
                 self._store = torch.cat([self._store, torch.zeros_like(self._store)])
+                self._record = torch.cat([self._record, torch.zeros_like(self._record)], dim=1)
         self._owners[span] = owners
+        self._names[span] = names
         return span
 
     def release(self, span: slice) -> None:
@@ -82,8 +112,10 @@ class Flags:
 
     def _arrive(self, span: slice, ids: frozenset[int], probe: Tensor) -> None:
         assert probe.grad is not None
-        view = self._store[span]
-        torch.maximum(view, probe.grad, out=view)
+        largest, *shares = probe.grad.split(span.stop - span.start)
+        for view, arrived in zip((self._store[span], self._record[2, span]), (largest, *shares), strict=False):
+            torch.maximum(view, arrived, out=view)
+        self._has_shares |= bool(shares)
         probe.grad = None
         self.arrivals.update(ids)
 
@@ -92,9 +124,9 @@ class Flags:
         return any(owner in parameters for owner in self._owners if owner is not None)
 
     # ---- asking and clearing --------------------------------------------------------------------------------------------
-    def clear_all(self) -> None:
-        """Forgets everything."""
-        self._store.zero_()
+    def largest(self) -> Tensor:
+        """fp32 [], the largest finite magnitude of any gradient."""
+        return torch.where(torch.isfinite(self._store), self._store, 0.0).max()
 
     def any_overflow(self) -> Tensor:
         """fp32 [], 1 if a gradient of anything overflowed, else 0."""
@@ -104,9 +136,23 @@ class Flags:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
         return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
 
-    def clear(self, owners: Iterable[int | None]) -> None:
-        """Forgets what arrived for these parameters, by id; for None what arrived for anything else."""
-        self._store.masked_fill_(self._mask(owners), 0.0)
+    def clear(self, scale: Tensor, owners: Iterable[int | None] | None = None) -> None:
+        """Takes what arrived for these parameters, by id, into the record, and forgets it. An id of None: for anything else;
+        no `owners`: everything. `scale`: fp32 [], the loss scale that it was computed with."""
+        is_bad = ~torch.isfinite(self._store)
+        is_lost = (self._store > 0) & (self._store * scale < SMALLEST_NORMAL)
+        mask = torch.ones_like(is_bad) if owners is None else self._mask(owners)
+        self._record[0].add_(is_bad & mask)
+        self._record[1].add_(is_lost & mask)
+        self._store.masked_fill_(mask, 0.0)
+
+    def read_slots(self) -> list[Slot]:
+        """What is on record of each gradient. Waits for the device."""
+        overflows, lost, shares = self._record[:, : len(self._names)].tolist()
+        return [
+            Slot(name, int(n), int(m), share if self._has_shares else None)
+            for name, n, m, share in zip(self._names, overflows, lost, shares, strict=True)
+        ]
 
     def _mask(self, owners: Iterable[int | None]) -> Tensor:
         wanted = frozenset(owners)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fxamp import errors
+from fxamp.run.health import Update
 from fxamp.scaling import UNATTACHED, DynamicScale, Scaling
 
 NUM_REMEMBERED: Final = 256
@@ -59,7 +60,7 @@ class LossScale:
         self.num_calibrating: Final = torch.zeros((), dtype=torch.float64, device=device)
         """Updates with an overflow before the first one without: the scale was looking for its place."""
         self._is_calibrating = torch.ones((), dtype=torch.float64, device=device)
-        self._history = torch.zeros((2, NUM_REMEMBERED), dtype=torch.float32, device=device)
+        self._history = torch.zeros((3, NUM_REMEMBERED), dtype=torch.float32, device=device)
         self.num_updates = 0
 
     def wait_for_attached(self) -> None:
@@ -72,11 +73,13 @@ class LossScale:
         if isinstance(self.config, DynamicScale):
             self._writable.fill_(self.config.init)
 
-    def update(self, overflowed: Tensor) -> None:
-        """Moves the scale. `overflowed`: fp32 [], 1 if any gradient since the last update overflowed, else 0."""
+    def update(self, overflowed: Tensor, largest: Tensor) -> None:
+        """Moves the scale. Both fp32 []: `overflowed`: 1 if any gradient since the last update overflowed, else 0; `largest`:
+        the largest finite magnitude among them, for the record."""
         slot = self.num_updates % NUM_REMEMBERED
         self._history[0, slot].copy_(self._writable)
         self._history[1, slot].copy_(overflowed)
+        self._history[2, slot].copy_(largest)
         self._is_calibrating.mul_(overflowed)
         self.num_calibrating.add_(self._is_calibrating)
         self.num_updates += 1
@@ -93,12 +96,12 @@ class LossScale:
         return overflowed * (self._writable <= self.config.floor)
 
     # ---- looking at it: these wait for the device -----------------------------------------------------------------------
-    def read_history(self) -> list[tuple[float, bool]]:
-        """(scale, did a gradient overflow?) of the last updates, oldest first."""
+    def read_history(self) -> list[Update]:
+        """The last updates, oldest first."""
         first = max(0, self.num_updates - NUM_REMEMBERED)
-        scales, overflows = self._history.tolist()
+        scales, overflows, largest = self._history.tolist()
         slots = [i % NUM_REMEMBERED for i in range(first, self.num_updates)]
-        return [(scales[i], overflows[i] > 0) for i in slots]
+        return [Update(scales[i], overflows[i] > 0, largest[i]) for i in slots]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that decides how the scale moves on, as Python numbers. Waits for the device."""
@@ -109,7 +112,7 @@ class LossScale:
             "num_skipped": int(self.num_skipped),
             "num_calibrating": int(self.num_calibrating),
             "is_calibrating": bool(self._is_calibrating),
-            "history": self.read_history(),
+            "history": [tuple(update) for update in self.read_history()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

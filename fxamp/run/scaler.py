@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp import errors
 from fxamp.run import skipping
-from fxamp.run.flags import Flags
+from fxamp.run.flags import Flags, ProbedGraph
+from fxamp.run.health import Finding, Slot, findings
 from fxamp.run.loss_scale import LossScale
 from fxamp.run.mailbox import Mailbox
 from fxamp.run.skipping import Route, Skip
@@ -35,8 +36,9 @@ class Scaler:
     got gradients have stepped, the scale moves.
     """
 
-    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None], *, has_shares: bool = False) -> None:
         self.config: Final = config
+        self._has_shares = has_shares
         self._group, self._warn = group, warn
         self._graph_ids = itertools.count()
         self._flags: dict[torch.device, Flags] = {}
@@ -51,6 +53,8 @@ class Scaler:
         """The backward, by autograd's number, at whose end a round ends."""
         self._overflowed: Tensor | None = None
         """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
+        self._largest: Tensor | None = None
+        """fp32 [], the largest finite gradient since the last update."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
         self._watch_unattached()
@@ -75,20 +79,24 @@ class Scaler:
             self._replicas[device] = state.scale.to(device)
         return self._replicas[device]
 
-    def inputs(self, slots: Mapping[int, bool], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Examples of the two inputs behind those of a graph: its scale and its probe. `slots` as in `around`."""
-        return self.scale_on(device), torch.zeros(len(slots) + 1, device=device, requires_grad=True)
+    def graph(self, names: Sequence[str]) -> ProbedGraph:
+        """A graph of which the inputs of these names get gradients."""
+        return ProbedGraph(index=next(self._graph_ids), names=tuple(names), has_shares=self._has_shares)
 
-    def around(self, program: Compiled, slots: Mapping[int, bool], device: torch.device) -> Compiled:
+    def inputs(self, graph: ProbedGraph, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Examples of the two inputs behind those of a graph: its scale and its probe."""
+        return self.scale_on(device), torch.zeros(graph.probe_size, device=device, requires_grad=True)
+
+    def around(self, program: Compiled, graph: ProbedGraph, slots: Mapping[int, bool], device: torch.device) -> Compiled:
         """A compiled graph that takes scale and probe behind its inputs, as one that does not.
 
         `slots`: the positions of the inputs that have slots in the probe, in their order: is it a parameter?
         """
-        scale, flags, graph_id = self.scale_on(device), self._flags_on(device), next(self._graph_ids)
+        scale, flags = self.scale_on(device), self._flags_on(device)
         owners = [i if is_parameter else None for i, is_parameter in slots.items()]
 
         def call(*args: Any) -> Any:
-            probe = flags.probe(graph_id, [None if i is None else args[i] for i in owners])
+            probe = flags.probe(graph, [None if i is None else args[i] for i in owners])
             return program(*args, scale, probe)
 
         return call
@@ -157,6 +165,7 @@ class Scaler:
         for flags in self._flags.values():
             if flags.arrivals:
                 bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
+                self._note_largest(flags)
                 anywhere = torch.maximum(anywhere, flags.any_overflow().to(device, non_blocking=True))
         bad, anywhere = self._agreed(bad, anywhere)
         self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
@@ -164,6 +173,10 @@ class Scaler:
 
     def _note_overflow(self, overflowed: Tensor) -> None:
         self._overflowed = overflowed if self._overflowed is None else torch.maximum(self._overflowed, overflowed)
+
+    def _note_largest(self, flags: Flags) -> None:
+        largest = flags.largest().to(self.state().scale.device, non_blocking=True)
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def _agreed(self, *flags: Tensor) -> tuple[Tensor, ...]:
         """Flags, each set if it is on any rank."""
@@ -205,7 +218,7 @@ class Scaler:
 
     def _forget_flags(self, ids: set[int]) -> None:
         for flags in self._flags.values():
-            flags.clear(ids)
+            flags.clear(self.scale_on(flags.device), ids)
             flags.arrivals.difference_update(ids)
 
     def _has_got_gradients(self, optimizer: Optimizer) -> bool:
@@ -220,19 +233,20 @@ class Scaler:
             if not flags.arrivals.isdisjoint(ids):
                 device = self.state_on(next(iter(self._flags))).scale.device
                 self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
-                flags.clear(ids)
+                self._note_largest(flags)
+                flags.clear(self.scale_on(flags.device), ids)
                 flags.arrivals.difference_update(ids)
 
     def _update(self) -> None:
         assert self._overflowed is not None
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
         at_floor = state.is_at_floor(overflowed)
-        state.update(overflowed)
+        state.update(overflowed, torch.zeros_like(overflowed) if self._largest is None else self._largest)
         self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
-            flags.clear((None,)) if waiting else flags.clear_all()
-        self._overflowed = None
+            flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
+        self._overflowed = self._largest = None
         self._stepped.clear()
         if at_floor is not None:
             self._tell_of_floor(self._at_floor.post(at_floor))
@@ -269,6 +283,25 @@ class Scaler:
             )
         return SteppedSchedule(schedule, attachment)
 
+    def read_health(self) -> tuple[Finding, ...]:
+        """See `Amp.health`."""
+        state = self.state()
+        return findings(self.config, state.read_history(), self.read_slots(), int(state.num_calibrating))
+
+    def read_summary(self) -> tuple[tuple[str, str], ...]:
+        """(what, value), for people. Waits for the device."""
+        state = self.state()
+        return (
+            ("loss scale", f"{float(state.scale):g}"),
+            ("skipped steps", f"{int(state.num_skipped)} in {state.num_updates} updates"),
+            *((f"{name} skips by", str(route)) for name, route in self.routes),
+            *((finding.kind, f"{finding.what}. {finding.way_out}") for finding in self.read_health()),
+        )
+
+    def read_slots(self) -> list[Slot]:
+        """What is on record of each gradient of each graph. Waits for the device."""
+        return [slot for flags in self._flags.values() for slot in flags.read_slots()]
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the scale; waits for the device."""
         if self._loss_scale is None:
@@ -279,7 +312,7 @@ class Scaler:
         """Goes on from a state. Raises: InvalidOption for a state that is no loss scale's."""
         LossScale(self.config, torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
         self._loaded = dict(state)
-        self._overflowed = None
+        self._overflowed = self._largest = None
         self._stepped.clear()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)

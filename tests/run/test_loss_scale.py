@@ -13,6 +13,7 @@ from fxamp import DynamicScale, StaticScale, errors
 from fxamp.run.loss_scale import LossScale
 
 CPU = torch.device("cpu")
+ONE = torch.ones(())
 overflows = st.lists(st.booleans(), max_size=60)
 
 
@@ -20,7 +21,7 @@ def moved(config: DynamicScale, sequence: list[bool]) -> list[float]:
     state = LossScale(config, CPU)
     scales = []
     for is_bad in sequence:
-        state.update(torch.tensor(float(is_bad)))
+        state.update(torch.tensor(float(is_bad)), ONE)
         scales.append(float(state.scale))
     return scales
 
@@ -97,15 +98,15 @@ def test_an_overflow_that_lowers_nothing_grows_nothing():
 def test_a_static_scale_stays():
     state = LossScale(StaticScale(value=3.0), CPU)
     for is_bad in (1.0, 0.0, 1.0):
-        state.update(torch.tensor(is_bad))
+        state.update(torch.tensor(is_bad), ONE)
     assert float(state.scale) == 3.0
-    assert [overflowed for _, overflowed in state.read_history()] == [True, False, True]
+    assert [update.overflowed for update in state.read_history()] == [True, False, True]
 
 
 def test_skips_before_the_first_clean_update_are_calibration():
     state = LossScale(DynamicScale(), CPU)
     for is_bad in (1.0, 1.0, 0.0, 1.0, 0.0):
-        state.update(torch.tensor(is_bad))
+        state.update(torch.tensor(is_bad), ONE)
     assert float(state.num_calibrating) == 2
 
 
@@ -114,12 +115,12 @@ def test_a_resumed_scale_goes_on_as_if_nothing_had_been(before: list[bool], afte
     config = DynamicScale(init=2.0**10, growth_interval_steps=3, hysteresis_steps=2)
     whole, first, second = LossScale(config, CPU), LossScale(config, CPU), LossScale(config, CPU)
     for is_bad in before:
-        whole.update(torch.tensor(float(is_bad)))
-        first.update(torch.tensor(float(is_bad)))
+        whole.update(torch.tensor(float(is_bad)), ONE)
+        first.update(torch.tensor(float(is_bad)), ONE)
     second.load_state_dict(first.state_dict())
     for is_bad in after:
-        whole.update(torch.tensor(float(is_bad)))
-        second.update(torch.tensor(float(is_bad)))
+        whole.update(torch.tensor(float(is_bad)), ONE)
+        second.update(torch.tensor(float(is_bad)), ONE)
     assert second.state_dict() == whole.state_dict()
 
 
@@ -138,7 +139,7 @@ def test_it_goes_on_from_a_grad_scaler(before: list[bool], after: list[bool]):
         scaler.step(optimizer)
         scaler.update()
         if i >= len(before):
-            state.update(torch.tensor(float(is_bad)))
+            state.update(torch.tensor(float(is_bad)), ONE)
             assert float(state.scale) == max(scaler.get_scale(), config.floor)
             if scaler.get_scale() < config.floor:
                 return

@@ -1,0 +1,155 @@
+"""What ails a run in fp16, in the words of the field: explosion, underflow, oscillation."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
+
+from fxamp.scaling import DynamicScale, Scaling
+
+Kind = Literal["calibration", "explosion", "underflow", "oscillation", "floor"]
+
+SPIKE: Final = 100.0
+"""A largest gradient this many times the median of those before it is a spike: twice what fp16 has above a gradient of 2^9."""
+
+NUM_BEFORE_SPIKE: Final = 8
+"""Healthy updates that have to be on record before one can be called a spike."""
+
+NUM_JUMPS: Final = 4
+"""Falls of the scale, among the updates on record, that are an oscillation. A scale in balance falls once in a growth
+interval, by default 2000 updates."""
+
+SHARE_LOST: Final = 0.5
+"""The share of a gradient's numbers below the smallest normal number that is called an underflow."""
+
+
+class Update(NamedTuple):
+    """One update of the scale, on record."""
+
+    scale: float
+    overflowed: bool
+    largest: float
+    """The largest magnitude of any finite, true gradient that came out of a compiled graph; 0 if there was none."""
+
+
+class Slot(NamedTuple):
+    """What is known about one gradient of one graph."""
+
+    name: str
+    """Of the parameter, "layers.0.weight", or of the input."""
+    num_overflows: int
+    """Updates in which it held an inf or a NaN."""
+    num_lost: int
+    """Updates in which all its numbers, scaled, were below the smallest normal number of fp16."""
+    share_lost: float | None
+    """The largest share of its numbers, scaled, below the smallest normal number; None unless stats="full"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that a user wants to know."""
+
+    kind: Kind
+    what: str
+    """One sentence."""
+    evidence: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The numbers behind it."""
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}. {self.way_out}"
+
+
+def findings(
+    config: Scaling, history: Sequence[Update], slots: Sequence[Slot], num_calibrating: int
+) -> tuple[Finding, ...]:
+    """What the record shows, the gravest first. `history`: the updates on record, oldest first."""
+    worst = sorted((s for s in slots if s.num_overflows), key=lambda s: -s.num_overflows)
+    culprits = {s.name: s.num_overflows for s in worst[:5]}
+    # Skips of a scale that looks for its place are no illness; they come before the first clean update on record.
+    first_clean = next((i for i, u in enumerate(history) if not u.overflowed), len(history))
+    settled = history[first_clean:] if num_calibrating else history
+    found = [
+        _floor(config, settled, culprits),
+        _explosion(settled, culprits),
+        _underflow(slots),
+        _oscillation(config, settled, culprits),
+        _calibration(num_calibrating),
+    ]
+    return tuple(finding for finding in found if finding is not None)
+
+
+def _floor(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, int]) -> Finding | None:
+    floor = config.floor if isinstance(config, DynamicScale) else None
+    at_floor = [u for u in settled if u.overflowed and u.scale == floor]
+    if not at_floor:
+        return None
+    return Finding(
+        kind="floor",
+        what=f"gradients overflowed {len(at_floor)} times at the floor of the scale, {floor:g}",
+        evidence={"num_overflows": len(at_floor), "gradients": culprits},
+        way_out="The forward overflows fp16, or loss or data hold inf or NaN: keep what overflows in fp32 by policy={...}",
+    )
+
+
+def _explosion(settled: Sequence[Update], culprits: Mapping[str, int]) -> Finding | None:
+    healthy: list[float] = []
+    spikes: dict[int, float] = {}
+    for i, update in enumerate(settled):
+        if update.largest <= 0:
+            continue
+        if len(healthy) >= NUM_BEFORE_SPIKE and update.largest > SPIKE * statistics.median(healthy):
+            spikes[i - len(settled)] = update.largest
+        else:
+            healthy.append(update.largest)
+    if not spikes:
+        return None
+    return Finding(
+        kind="explosion",
+        what=f"the largest gradient jumped to {max(spikes.values()):.3g}, from a median of {statistics.median(healthy):.3g}",
+        evidence={"largest_by_update": spikes, "median": statistics.median(healthy), "gradients": culprits},
+        way_out="Clip gradients, warm the learning rate up, or look at the data of those steps (update -1 is the last one)",
+    )
+
+
+def _underflow(slots: Sequence[Slot]) -> Finding | None:
+    lost = {s.name: s.share_lost for s in slots if s.share_lost is not None and s.share_lost > SHARE_LOST}
+    whole = {s.name: s.num_lost for s in slots if s.num_lost}
+    if not lost and not whole:
+        return None
+    names = list(lost or whole)
+    return Finding(
+        kind="underflow",
+        what=f"gradients of {len(names)} tensors, {names[0]} for one, are mostly below the smallest normal number of fp16",
+        evidence={"share_lost": lost, "num_updates_lost": whole},
+        way_out="Let the scale grow (growth_interval_steps, hysteresis_steps), or keep the operation in fp32 by policy={...}",
+    )
+
+
+def _oscillation(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, int]) -> Finding | None:
+    scales = [u.scale for u in settled]
+    falls = [i for i, u in enumerate(settled) if u.overflowed]
+    if not isinstance(config, DynamicScale) or len(falls) < NUM_JUMPS:
+        return None
+    return Finding(
+        kind="oscillation",
+        what=f"{len(falls)} of the last {len(settled)} updates overflowed; the scale went between {min(scales):g} and "
+        f"{max(scales):g}",
+        evidence={"num_overflows": len(falls), "num_updates": len(settled), "scales": (min(scales), max(scales)),
+                  "gradients": culprits},
+        way_out="Raise growth_interval_steps, set a cap just below the top, or keep what overflows in fp32 by policy={...}",
+    )  # fmt: skip
+
+
+def _calibration(num_calibrating: int) -> Finding | None:
+    if not num_calibrating:
+        return None
+    return Finding(
+        kind="calibration",
+        what=f"the first {num_calibrating} steps were left out while the scale looked for its place",
+        evidence={"num_updates": num_calibrating},
+        way_out="Nothing is wrong; a smaller DynamicScale(init=...) starts nearer to it",
+    )
