@@ -430,8 +430,9 @@ def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *
 
 def input_name(node: fx.Node) -> str:
     """What a user calls an input of Dynamo's graph: "layers.0.weight" for a parameter or buffer, else its name there."""
-    text = getattr(getattr(node, "_dynamo_source", None), "name", "")  # before torch 2.13 a method
-    path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", text() if callable(text) else text)
+    text: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    text = text() if callable(text) else text  # before torch 2.13 it is a method
+    path = re.findall(r"_(?:modules|parameters|buffers)\['([^']+)'\]", str(text))
     return ".".join(path) or node.name
 
 
