@@ -494,6 +494,18 @@ def test_a_resumed_run_is_the_whole_run_bit_for_bit():
     assert amp.state_dict() == amp_again.state_dict()
 
 
+def test_what_is_made_under_inference_mode_serves_training_too():
+    model, (x, y) = mlp(8, 16, 4), next(batches(1))
+    amp, optimizer = scaled(), optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode():
+        amp.attach(optimizer)
+        assert amp.read_loss_scale() == 2.0**16
+    before = everything(optimizer)
+    F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+    optimizer.step()
+    assert not same(everything(optimizer), before)
+
+
 def test_a_grad_scalers_state_is_taken_over():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
     scaler.scale(torch.zeros(()))

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    PlainAOTInput,
-    TangentAOTInput,
-    ViewBaseAOTInput,
-)
 
 from fxamp import errors, formats, graph, ops
 from fxamp.passes import Change, Kept
@@ -34,6 +28,9 @@ class ScaleGradients:
         dx: "f32[B]" = backward(tangent)     ->     s = mul(tangent, scale);  g = backward(s);  dx = mul(g, 1 / scale)
         probe's gradient: None               ->     largest |dx| of each gradient, inf or NaN where dx holds one
 
+    Code of the user's that is not linear in a gradient (a hook that clips it, a Function that normalizes it) reads the true
+    one:                 y = clamp(s, -1, 1)     ->     y = mul(clamp(mul(s, 1 / scale), -1, 1), scale)
+
     A power of two is undone without a trace: both products are exact, but for numbers at the ends of the format of dx.
     Gradients are divided in fp32 and leave in the dtype that they were traced in.
     """
@@ -51,7 +48,7 @@ class ScaleGradients:
     def __call__(self, gm: fx.GraphModule) -> Change:
         output = next(iter(gm.graph.find_nodes(op="output")))
         inputs = gm.graph.find_nodes(op="placeholder")
-        by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), PlainAOTInput)}
+        by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), _descriptors().PlainAOTInput)}
         scale, probe = by_index[self.scale], by_index[self.probe]
         results = list(output.args[0])
         gradients = dict(_gradients(output, results))
@@ -61,9 +58,11 @@ class ScaleGradients:
         _refuse_wrapped(inputs)
 
         before = len(gm.graph.nodes)
-        for tangent in [x for x in inputs if isinstance(x.meta.get("desc"), TangentAOTInput)]:
+        tangents = [x for x in inputs if isinstance(x.meta.get("desc"), _descriptors().TangentAOTInput)]
+        inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=_first_user(tangents, output), name="inv_scale")
+        _compute_with_true_gradients(gm, tangents, scale, inverse)
+        for tangent in tangents:
             _scale(tangent, scale)
-        inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=output, name="inv_scale")
         divided: dict[fx.Node, fx.Node] = {}
         for i in gradients:
             node = results[i]
@@ -90,25 +89,33 @@ class ScaleGradients:
         return graph.insert_backward(torch.ops.aten.cat.default, ([largest, shares],), before=output)
 
 
+def _descriptors() -> Any:
+    """What AOTAutograd says an input or output is. Imported late: it would make `import fxamp` four times slower."""
+    from torch._functorch._aot_autograd import descriptors
+
+    return descriptors
+
+
 def _gradients(output: fx.Node, results: list[Any]) -> Iterator[tuple[int, Any]]:
     """(position, descriptor) of the gradients among a joint graph's outputs."""
     for i, (result, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
-        if isinstance(desc, GradAOTOutput) and isinstance(result, fx.Node):
+        if isinstance(desc, _descriptors().GradAOTOutput) and isinstance(result, fx.Node):
             yield i, desc
 
 
 def _input_of(desc: Any) -> int | None:
     """The position of the input that a gradient belongs to; None for the base of several inputs, which has none."""
-    of = desc.grad_of if isinstance(desc, GradAOTOutput) else None
-    while isinstance(of, ViewBaseAOTInput):
+    of: Any = desc.grad_of if isinstance(desc, _descriptors().GradAOTOutput) else None
+    while isinstance(of, _descriptors().ViewBaseAOTInput):
         of = of.base_of
-    return of.idx if isinstance(of, PlainAOTInput) else None
+    return of.idx if isinstance(of, _descriptors().PlainAOTInput) else None
 
 
 def _refuse_wrapped(inputs: list[fx.Node]) -> None:
     for node in inputs:
         desc: Any = node.meta.get("desc")
-        if not isinstance(desc, TangentAOTInput) and isinstance(_innermost(desc), TangentAOTInput):
+        kind = _descriptors().TangentAOTInput
+        if not isinstance(desc, kind) and isinstance(_innermost(desc), kind):
             raise errors.CannotScale(
                 f"an output of the graph is a tensor subclass, whose gradient arrives in parts ({desc.expr()})",
                 way_out="Return plain tensors from the compiled part, or use bf16, which needs no loss scaling",
@@ -119,6 +126,70 @@ def _innermost(desc: Any) -> Any:
     while hasattr(desc, "base"):
         desc = desc.base
     return desc
+
+
+def _first_user(tangents: Sequence[fx.Node], default: fx.Node) -> fx.Node:
+    return min((user for tangent in tangents for user in tangent.users), default=default)  # nodes of one graph are ordered
+
+
+_NAMES = """
+    clamp clamp_min clamp_max hardtanh nan_to_num maximum minimum pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log1p
+    sigmoid tanh sign sgn round floor ceil trunc relu lt le gt ge eq ne isnan isinf cumprod prod
+"""
+_NOT_LINEAR = frozenset(getattr(torch.ops.aten, name) for name in _NAMES.split())
+"""What does not commute with a factor. Some only ask for a sign; it is no loss to ask the true value."""
+
+_PRODUCTS = frozenset((torch.ops.aten.mul, torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.dot, torch.ops.aten.addcmul))
+_SUMS = frozenset((torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub, torch.ops.aten.where))
+
+
+def _compute_with_true_gradients(
+    gm: fx.GraphModule, tangents: Sequence[fx.Node], scale: fx.Node, inverse: fx.Node
+) -> None:
+    """Lets what is not linear in a gradient read the true one, and scales what comes out."""
+    gradients = set(tangents)
+    for node in list(gm.graph.nodes):
+        operands = [x for x in node.all_input_nodes if x in gradients]
+        if node.op != "call_function" or not operands:
+            continue
+        result: fx.Node = node
+        if _is_not_linear(node, operands):
+            true = {x: _product(x, inverse, before=node) for x in operands}
+            graph.map_operands(node, lambda _, x, true=true: true.get(x, x))
+            result = _scaled(node, scale)
+        values = graph.tensors_of(graph.value_of(result))
+        if any(value.is_floating_point() or value.is_complex() for value in values):  # a mask says the same of both
+            gradients.add(result)
+
+
+def _scaled(node: fx.Node, scale: fx.Node) -> fx.Node:
+    value = graph.value_of(node)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not node.users:
+        return node
+    scaled = _product(node, scale, before=graph.after(node))
+    graph.replace(node, scaled, except_in=frozenset(_made_from(node, scaled)))
+    return scaled
+
+
+def _is_not_linear(node: fx.Node, gradients: Sequence[fx.Node]) -> bool:
+    """Is it a product of two gradients, a quotient by one, a sum of one and something else, or of `_NOT_LINEAR`?"""
+    packet = getattr(node.target, "overloadpacket", None)
+    terms = node.args[1:] if packet is torch.ops.aten.where else node.args
+    is_mixed = packet in _SUMS and any(not _is_zero(x) for x in terms if x not in gradients)
+    is_product = packet in _PRODUCTS and sum(x in gradients for x in node.args) > 1
+    is_quotient = packet is torch.ops.aten.div and node.args[1] in gradients
+    return packet in _NOT_LINEAR or is_mixed or is_product or is_quotient
+
+
+def _is_zero(x: Any) -> bool:
+    """Is it a number or a tensor of zeros, which no factor changes?"""
+    if not isinstance(x, fx.Node):
+        return isinstance(x, (int, float)) and x == 0
+    packet = getattr(x.target, "overloadpacket", None)
+    if packet in (torch.ops.aten.zeros, torch.ops.aten.zeros_like):
+        return True
+    value = x.args[1] if packet is torch.ops.aten.full else x.args[0] if packet is torch.ops.aten.scalar_tensor else None
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _scale(tangent: fx.Node, scale: fx.Node) -> None:
@@ -166,8 +237,9 @@ class KeepFiniteStatistics:
         before = len(gm.graph.nodes)
         for write in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             old, new = write.args[:2]
-            desc = old.meta.get("desc") if isinstance(old, fx.Node) else None
-            if not (isinstance(desc, PlainAOTInput) and desc.idx in self.inputs and isinstance(new, fx.Node)):
+            desc: Any = old.meta.get("desc") if isinstance(old, fx.Node) else None
+            is_input = isinstance(desc, _descriptors().PlainAOTInput)
+            if not (is_input and desc.idx in self.inputs and isinstance(new, fx.Node)):
                 continue
             size = graph.insert_beside(torch.ops.aten.abs.default, (new,), before=write)
             is_finite = graph.insert_beside(torch.ops.aten.lt.Scalar, (size, math.inf), before=write)

@@ -60,6 +60,7 @@ class Scaler:
         self._watch_unattached()
 
     # ---- graphs ---------------------------------------------------------------------------------------------------------
+    @torch.inference_mode(False)  # tensors made under it could not be saved for a backward, ever
     def state_on(self, device: torch.device) -> LossScale:
         """The loss scale, made on the first device that asks."""
         if self._loss_scale is None:
@@ -70,6 +71,7 @@ class Scaler:
                 self._loss_scale.wait_for_attached()
         return self._loss_scale
 
+    @torch.inference_mode(False)
     def scale_on(self, device: torch.device) -> Tensor:
         """The scale, fp32 [], as graphs on a device read it: always the same tensor."""
         state = self.state_on(device)
@@ -101,6 +103,7 @@ class Scaler:
 
         return call
 
+    @torch.inference_mode(False)
     def _flags_on(self, device: torch.device) -> Flags:
         return self._flags.setdefault(device, Flags(device))
 

@@ -118,6 +118,41 @@ def users_low(m: Any, x: Tensor) -> Any:
     return m.lin(x).bfloat16().sin().float()
 
 
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.clamp(-0.1, 0.1)
+
+
+class Normalized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        large = torch.where(grad.abs() > 0.5, grad * 2, 0.25)
+        return large / (grad.square().sum().sqrt() + 1e-3) + grad.sign() * 0.1 - 1 / (2 + grad.exp())
+
+
+def clipped_inside(m: Any, x: Tensor) -> Any:
+    return m.lin(Clipped.apply(m.lin(x).relu()))
+
+
+def normalized_inside(m: Any, x: Tensor) -> Any:
+    return m.lin(Normalized.apply(m.lin(x).relu()))
+
+
+def hook_inside(m: Any, x: Tensor) -> Any:
+    h = m.lin(x)
+    h.register_hook(lambda grad: grad.clamp(max=0.05) * 2 + 1)
+    return h.sin() * h
+
+
 def scalar(m: Any, x: Tensor) -> Any:
     return F.mse_loss(m.lin(x), x)
 
@@ -128,10 +163,12 @@ def many(m: Any, x: Tensor) -> Any:
 
 PROGRAMS = (
     alias_of_an_intermediate, mutated_input, views_of_one_base, identity, unused_output, tied, graph_break, recomputed,
-    conditional, complex_inside, complex_outside, wide, users_low, scalar, many,
+    conditional, complex_inside, complex_outside, wide, users_low, scalar, many, clipped_inside, normalized_inside,
+    hook_inside,
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_that_take_unusual_ways(program: Callable[..., Any]):
     model = Fn(program, lin=nn.Linear(4, 4))
