@@ -239,7 +239,7 @@ class Amp:
 
         Raises: InvalidOption for a state that is neither; NeedsScaling where gradients are not scaled, and the state's are.
         """
-        if state:
+        if state or self._scaler is not None:
             self._scaling.load_state_dict(state.get("scaling", state))
 
     @property
@@ -294,7 +294,7 @@ def _lower(
     if scaler is not None:
         slots = _slots(captured)
         gm = graph.clone(gm)  # people look at the one without these inputs
-        probed = scaler.graph([graph.input_name(node) for node in captured.differentiable.values()])
+        probed = scaler.graph([graph.input_name(node) for node in captured.differentiable.values()], slots.values())
         scale, probe = scaler.inputs(probed, captured.device)
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]

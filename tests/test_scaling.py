@@ -506,6 +506,65 @@ def test_what_is_made_under_inference_mode_serves_training_too():
     assert not same(everything(optimizer), before)
 
 
+def test_a_run_without_an_optimizer_saves_the_scale_that_one_would_start_with():
+    model, (x, y) = mlp(8, 16, 4), next(batches(1))
+    amp, again = scaled(), scaled()
+    F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+    again.load_state_dict(amp.state_dict())
+    again.attach(optim.SGD(model.parameters(), lr=0.1))
+    assert again.read_loss_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("state", [{}, {"param_groups": []}])  # a GradScaler that is not enabled has the first
+def test_what_is_no_state_of_a_scale_says_so(state: dict[str, Any]):
+    with pytest.raises(errors.InvalidOption, match="is no loss scale's"):
+        scaled().load_state_dict(state)
+    fxamp.Amp(precision="bf16").load_state_dict({})
+
+
+def test_an_attached_optimizer_dies_with_its_last_reference():
+    import gc
+    import weakref
+
+    amp = scaled()
+    gc.disable()
+    try:
+        optimizer = optim.Adam([nn.Parameter(torch.zeros(2))])
+        amp.attach(optimizer)
+        optimizer.zero_grad()
+        known = weakref.ref(optimizer)
+        del optimizer
+        assert known() is None
+    finally:
+        gc.enable()
+
+
+def test_two_threads_with_one_amp_skip_by_their_own_gradients():
+    from concurrent.futures import ThreadPoolExecutor
+
+    amp = scaled()
+    models = [mlp(8, 16, 4) for _ in range(2)]
+    runs = [torch.compile(model, backend=amp) for model in models]
+    optimizers = [optim.SGD(model.parameters(), lr=1e-3) for model in models]
+    for run, optimizer in zip(runs, optimizers, strict=True):
+        amp.attach(optimizer)
+        run(torch.randn(16, 8))  # compiles
+
+    def train(i: int) -> list[bool]:
+        stood_still = []
+        for step, (x, y) in enumerate(batches(40, seed=i)):
+            optimizers[i].zero_grad()
+            before = everything(optimizers[i])
+            (F.mse_loss(runs[i](x), y) * (INF if step % 10 == 5 + i else 1.0)).backward()
+            optimizers[i].step()
+            stood_still.append(same(everything(optimizers[i]), before))
+        return stood_still
+
+    with ThreadPoolExecutor(2) as threads:
+        for i, stood_still in enumerate(threads.map(train, range(2))):
+            assert stood_still == [step % 10 == 5 + i for step in range(40)]
+
+
 def test_a_grad_scalers_state_is_taken_over():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
     scaler.scale(torch.zeros(()))

@@ -27,6 +27,8 @@ class ProbedGraph:
     index: int
     names: tuple[str, ...]
     """Of the inputs that have slots."""
+    are_parameters: tuple[bool, ...]
+    """Which of them are parameters; the others are activations and other tensors of the call."""
     has_shares: bool
     """Does the probe's gradient hold shares behind the magnitudes?"""
 
@@ -60,15 +62,15 @@ class Flags:
         self.arrivals: Final[set[int]] = set()
         """Ids of the parameters whose gradients have arrived since somebody cleared the set."""
 
-    def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor | None]) -> Tensor:
-        """The probe of a graph, fp32 [graph.probe_size], for a call with these tensors in its slots; None: a slot for
-        something that is no parameter."""
+    def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor]) -> Tensor:
+        """The probe of a graph, fp32 [graph.probe_size], for a call with these parameters, in the order of their slots."""
         key = (graph.index, *map(id, parameters))
         found = self._probes.get(key)
         return self._new_probe(key, graph, parameters) if found is None else found
 
-    def _new_probe(self, key: tuple[Any, ...], graph: ProbedGraph, parameters: Sequence[Tensor | None]) -> Tensor:
-        owners = [None if p is None else id(p) for p in parameters]
+    def _new_probe(self, key: tuple[Any, ...], graph: ProbedGraph, parameters: Sequence[Tensor]) -> Tensor:
+        rest = iter(parameters)
+        owners = [id(next(rest)) if is_parameter else None for is_parameter in graph.are_parameters]
         span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
         probe = torch.zeros(graph.probe_size, device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
@@ -78,8 +80,7 @@ class Flags:
         # A backward that is still to come keeps its probe alive, and its parameters.
         weakref.finalize(probe, _call, this, Flags.release, span).atexit = False
         for parameter in parameters:
-            if parameter is not None:
-                weakref.finalize(parameter, _call, this, Flags.forget, key, id(parameter)).atexit = False
+            weakref.finalize(parameter, _call, this, Flags.forget, key, id(parameter)).atexit = False
         return probe
 
     def _room_for(self, owners: list[int | None], names: Sequence[str]) -> slice:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
@@ -81,9 +82,14 @@ class Scaler:
             self._replicas[device] = state.scale.to(device)
         return self._replicas[device]
 
-    def graph(self, names: Sequence[str]) -> ProbedGraph:
-        """A graph of which the inputs of these names get gradients."""
-        return ProbedGraph(index=next(self._graph_ids), names=tuple(names), has_shares=self._has_shares)
+    def graph(self, names: Sequence[str], are_parameters: Iterable[bool]) -> ProbedGraph:
+        """A graph of which the inputs of these names get gradients; which of them are parameters?"""
+        return ProbedGraph(
+            index=next(self._graph_ids),
+            names=tuple(names),
+            are_parameters=tuple(are_parameters),
+            has_shares=self._has_shares,
+        )
 
     def inputs(self, graph: ProbedGraph, device: torch.device) -> tuple[Tensor, Tensor]:
         """Examples of the two inputs behind those of a graph: its scale and its probe."""
@@ -95,11 +101,11 @@ class Scaler:
         `slots`: the positions of the inputs that have slots in the probe, in their order: is it a parameter?
         """
         scale, flags = self.scale_on(device), self._flags_on(device)
-        owners = [i if is_parameter else None for i, is_parameter in slots.items()]
+        parameters = [i for i, is_parameter in slots.items() if is_parameter]
+        take = operator.itemgetter(*parameters) if len(parameters) > 1 else lambda args: [args[i] for i in parameters]
 
         def call(*args: Any) -> Any:
-            probe = flags.probe(graph, [None if i is None else args[i] for i in owners])
-            return program(*args, scale, probe)
+            return program(*args, scale, flags.probe(graph, take(args)))
 
         return call
 
@@ -122,7 +128,7 @@ class Scaler:
             attachment = Attachment(optimizer=weakref.ref(optimizer), wish=route, route=skipping.choose(optimizer, route))
             optimizer.register_step_pre_hook(attachment.before)
             optimizer.register_step_post_hook(attachment.after)
-            optimizer.zero_grad = _telling(optimizer.zero_grad, attachment.dropped)
+            optimizer.zero_grad = _telling(optimizer, attachment.dropped)
         else:  # of another Amp, which has compiled another part of the model, or the model as it was before
             attachment.choose(route)
         attachment.join(self)
@@ -241,7 +247,8 @@ class Scaler:
                 flags.arrivals.difference_update(ids)
 
     def _update(self) -> None:
-        assert self._overflowed is not None
+        if self._overflowed is None:
+            return  # a step of another thread has ended the round
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
         at_floor = state.is_at_floor(overflowed)
         state.update(overflowed, torch.zeros_like(overflowed) if self._largest is None else self._largest)
@@ -307,7 +314,7 @@ class Scaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scale; waits for the device."""
-        if self._loss_scale is None:
+        if self._loss_scale is None or (not self._attached and self._loaded is None):
             return dict(self._loaded) if self._loaded is not None else LossScale(self.config, torch.device("cpu")).state_dict()
         return self._loss_scale.state_dict()
 
@@ -322,13 +329,22 @@ class Scaler:
             self._refresh_replicas()
 
 
-def _telling(zero_grad: Callable[..., None], dropped: Callable[[], None]) -> Callable[..., None]:
-    @functools.wraps(zero_grad)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        dropped()
-        zero_grad(*args, **kwargs)
+def _telling(optimizer: Optimizer, dropped: Callable[[], None]) -> Callable[..., None]:
+    """`optimizer.zero_grad`, which says so first. It knows its optimizer weakly: in a circle with it, the state of an
+    optimizer that nobody needs any more would stay on the device until Python looks for circles."""
+    somebodys: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
+    method, this = type(optimizer).zero_grad, weakref.ref(optimizer)
 
-    return wrapper
+    @functools.wraps(method)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        dropped()
+        known = this()
+        if somebodys is not None:
+            somebodys(*args, **kwargs)
+        elif known is not None:
+            method(known, *args, **kwargs)
+
+    return zero_grad
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
