@@ -170,30 +170,30 @@ class Scaler:
         ids = [id(p) for p in skipping.parameters(optimizer)]
         state = self.state_on(device)
         bad = _any_not_finite(gradients, device)
-        anywhere = bad
+        anywhere, largest = bad, torch.zeros((), device=device)
         for flags in self._flags.values():
             if flags.arrivals:
                 bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
-                self._note_largest(flags)
+                largest = torch.maximum(largest, flags.largest().to(device, non_blocking=True))
                 anywhere = torch.maximum(anywhere, flags.any_overflow().to(device, non_blocking=True))
-        bad, anywhere = self._agreed(bad, anywhere)
+        bad, anywhere, largest = self._agreed(bad, anywhere, largest)
+        self._note_largest(largest.to(state.scale.device, non_blocking=True))
         self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
         return bad
 
     def _note_overflow(self, overflowed: Tensor) -> None:
         self._overflowed = overflowed if self._overflowed is None else torch.maximum(self._overflowed, overflowed)
 
-    def _note_largest(self, flags: Flags) -> None:
-        largest = flags.largest().to(self.state().scale.device, non_blocking=True)
+    def _note_largest(self, largest: Tensor) -> None:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
-    def _agreed(self, *flags: Tensor) -> tuple[Tensor, ...]:
-        """Flags, each set if it is on any rank."""
+    def _agreed(self, *numbers: Tensor) -> tuple[Tensor, ...]:
+        """Of each number, fp32 [], the largest on any rank; so every rank has the same state."""
         from torch import distributed
 
         if not (distributed.is_available() and distributed.is_initialized()):
-            return flags
-        together = torch.stack(flags)
+            return numbers
+        together = torch.stack(numbers)
         distributed.all_reduce(together, distributed.ReduceOp.MAX, group=self._group)
         return together.unbind()
 
@@ -242,7 +242,7 @@ class Scaler:
             if not flags.arrivals.isdisjoint(ids):
                 device = self.state_on(next(iter(self._flags))).scale.device
                 self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
-                self._note_largest(flags)
+                self._note_largest(flags.largest().to(device, non_blocking=True))
                 flags.clear(self.scale_on(flags.device), ids)
                 flags.arrivals.difference_update(ids)
 
