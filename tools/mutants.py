@@ -201,7 +201,7 @@ MUTANTS: Final = (
         ),
         (
             "casts: shared by who may alias",
-            "may_share = user.name not in self.hands_on and value",
+            "may_share = self._keeps_to_itself(user) and value",
             "may_share = value",
         ),
         ("casts: of fp32 births are shared", "            self.snapshots.add(cast.name)", "            pass"),
