@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
+import math
 import os
 import sysconfig
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import fxamp
 from fxamp import demo, errors
 from fxamp.demo import Corpus, DemoConfig, DemoResult, GPTConfig, RunResult, Training
 
@@ -344,6 +347,50 @@ def test_demo_in_fp16_attaches_its_optimizer(tmp_path):
     assert made.losses_agree
     # GradScaler's first scale, which an optimizer that is not attached does not get, and half of it for each skipped step.
     assert made.fxamp.loss_scale == 2.0 ** (16 - made.fxamp.num_skipped_steps)
+
+
+BAD_STEPS = {20: math.inf, 21: math.nan, 150: -math.inf, 333: 1e38, 480: math.inf}
+"""Step -> what its loss is multiplied by. 1e38 leaves the loss finite, and the gradients overflow."""
+
+
+@pytest.mark.slow
+def test_fp16_ends_where_fp32_does_and_bad_batches_cost_nothing_but_themselves():
+    config = DemoConfig(num_steps=500)
+    corpus, initial = Corpus.of_stdlib(), demo.initial_model(config)
+    good = [(batch, 1.0) for batch in corpus.train_batches(config)]
+    with_bad = list(good)
+    for step, factor in BAD_STEPS.items():
+        with_bad.insert(step, (good[0][0], factor))
+
+    def train(amp: fxamp.Amp | None, batches: list[tuple[torch.Tensor, float]]) -> tuple[demo.GPT, float]:
+        """The trained model, and its held-out loss in fp32."""
+        torch.compiler.reset()
+        model = copy.deepcopy(initial)
+        run = torch.compile(model) if amp is None else torch.compile(model, backend=amp)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if amp is not None:
+            amp.attach(optimizer)
+        for batch, factor in batches:
+            (run(batch[:, :-1], batch[:, 1:]) * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses = [model(batch[:, :-1], batch[:, 1:]).item() for batch in corpus.heldout_batches(config)]
+        return model, sum(losses) / len(losses)
+
+    patient = fxamp.DynamicScale(hysteresis_steps=len(BAD_STEPS) + 1)  # no skip lowers the scale
+    usual, spoilt, clean = fxamp.Amp(precision="fp16"), *(fxamp.Amp(precision="fp16", scaling=patient) for _ in range(2))
+    _, fp32 = train(None, good)
+    _, fp16 = train(usual, with_bad)
+    assert abs(fp16 / fp32 - 1) < 0.01
+    assert (usual.read_skipped_steps(), usual.read_loss_scale()) == (len(BAD_STEPS), 2.0 ** (16 - len(BAD_STEPS)))
+
+    with_skips, _ = train(spoilt, with_bad)
+    without, _ = train(clean, good)
+    assert (spoilt.read_skipped_steps(), clean.read_skipped_steps()) == (len(BAD_STEPS), 0)
+    for p, q in zip(with_skips.parameters(), without.parameters(), strict=True):
+        assert torch.equal(p, q)
+    print(f"held-out loss after 500 steps: fp32 {fp32:.4f}, fp16 with five bad batches {fp16:.4f}")
 
 
 @pytest.mark.slow
