@@ -581,7 +581,8 @@ def test_ten_thousand_steps_with_random_faults_leave_nothing_behind():
     import tracemalloc
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    amp, optimizer = scaled(), optim.AdamW(model.parameters(), lr=1e-3)
+    config = fxamp.DynamicScale(growth_interval_steps=20, cap=2.0**16)  # one step in fifty is bad: it recovers in between
+    amp, optimizer = scaled(scaling=config), optim.AdamW(model.parameters(), lr=1e-3)
     amp.attach(optimizer)
     run = torch.compile(model, backend=amp)
     x, y = next(batches(1))
