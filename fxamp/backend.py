@@ -23,8 +23,10 @@ from fxamp.options import Options
 from fxamp.plan import Plan
 from fxamp.run import cuda_graphs, skipping, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
+from fxamp.run.flags import ProbedGraph
 from fxamp.run.health import Finding
-from fxamp.run.scaler import Scaler, SteppedSchedule
+from fxamp.run.scaler import Scaler
+from fxamp.run.schedule import SteppedSchedule
 
 Compiled = Callable[..., Any]
 __version__: Final = "0.1.0.dev0"
@@ -215,8 +217,8 @@ class Amp:
         """What ails the run: explosion, underflow, oscillation, a scale at its floor; and skips that are calibration. Empty:
         nothing is known. Waits for the device.
 
-        Known are the last 256 updates of the scale and which gradients overflowed, at no cost; with stats="full" also which
-        share of each gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
+        Known are the last 256 updates of the scale and which gradients overflowed; with stats="full" also which share of each
+        gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
         """
         return self._scaling.read_health()
 
@@ -290,11 +292,9 @@ def _lower(
         tf32=made.variant == "tf32",
         relaxed=joint.relaxed(options.relaxed, made.low),
     )
-    slots, probed = dict[int, bool](), None
-    if scaler is not None:
-        slots = _slots(captured)
+    probed = None if scaler is None else _probed(captured, scaler)
+    if scaler is not None and probed is not None:
         gm = graph.clone(gm)  # people look at the one without these inputs
-        probed = scaler.graph([graph.input_name(node) for node in captured.differentiable.values()], slots.values())
         scale, probe = scaler.inputs(probed, captured.device)
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]
@@ -303,7 +303,7 @@ def _lower(
             scaling=joint.scaling(
                 scale=first,
                 probe=first + 1,
-                slots=tuple(slots),
+                slots=probed.positions,
                 shares=probed.has_shares,
                 statistics=captured.running_statistics,
             ),
@@ -311,21 +311,18 @@ def _lower(
     program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
     run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
     if scaler is not None and probed is not None:
-        run = scaler.around(run, probed, slots, captured.device)
+        run = scaler.around(run, probed, captured.device)
     return transforms.guarded(run), program.record
 
 
-def _slots(captured: Captured) -> dict[int, bool]:
-    """The inputs that get gradients, by position: is it a parameter?
-
-    Raises: CannotScale for parameters that are fp16 themselves.
-    """
+def _probed(captured: Captured, scaler: Scaler) -> ProbedGraph:
+    """The graph as loss scaling sees it. Raises: CannotScale for parameters that are fp16 themselves."""
     inputs = captured.differentiable
     parameters = {i: node for i, node in inputs.items() if captured.roles[node.name] == "parameter"}
     half = [node.name for node in parameters.values() if graph.value_of(node).dtype == torch.float16]
     if half:
         raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0]} for one,")
-    return {i: i in parameters for i in inputs}
+    return scaler.graph({i: graph.input_name(node) for i, node in inputs.items()}, parameters)
 
 
 def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:

@@ -41,16 +41,10 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
     Args: gradients: floating or complex, of any shape; slots: for each, where in the result it goes; several may go to one.
     Returns: fp32 [num_slots], 0 in slots without a gradient.
     """
-    device = gradients[0].device
-    found: dict[int, Tensor] = {}
-    parts = [(slot, _numbers(x)) for slot, x in zip(slots, gradients, strict=True)]
-    parts = [(slot, x) for slot, x in parts if x.numel() > 0]
-    norms = torch._foreach_norm([x for _, x in parts], math.inf) if parts else ()
-    for (slot, _), norm in zip(parts, norms, strict=True):
-        value = _to_fp32(norm).to(device, non_blocking=True)
-        found[slot] = torch.maximum(found[slot], value) if slot in found else value
-    zero = torch.zeros((), device=device)
-    return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
+    parts = _parts(gradients, slots)
+    norms = torch._foreach_norm([numbers for _, numbers in parts], math.inf) if parts else ()
+    values = [(slot, _to_fp32(norm)) for (slot, _), norm in zip(parts, norms, strict=True)]
+    return _in_slots(values, num_slots, gradients[0].device)
 
 
 @torch.library.register_fake("fxamp::largest")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -58,10 +52,30 @@ def _(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
     return gradients[0].new_empty((num_slots,), dtype=torch.float32)
 
 
-def _numbers(x: Tensor) -> Tensor:
-    """The real numbers that a tensor stores."""
+LARGEST: Final = torch.ops.fxamp.largest.default
+"""What a graph calls."""
+
+
+def numbers_of(x: Tensor) -> Tensor:
+    """The real numbers that a tensor, sparse or complex, stores."""
     x = x.coalesce().values() if x.is_sparse else x
     return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _parts(gradients: list[Tensor], slots: list[int]) -> list[tuple[int, Tensor]]:
+    """(slot, numbers) of the gradients that hold any."""
+    parts = [(slot, numbers_of(x)) for slot, x in zip(slots, gradients, strict=True)]
+    return [(slot, numbers) for slot, numbers in parts if numbers.numel() > 0]
+
+
+def _in_slots(values: list[tuple[int, Tensor]], num_slots: int, device: torch.device) -> Tensor:
+    """fp32 [num_slots], of fp32 [] for slots: the largest where several are for one, 0 where none is."""
+    found: dict[int, Tensor] = {}
+    for slot, value in values:
+        here = value.to(device, non_blocking=True)
+        found[slot] = torch.maximum(found[slot], here) if slot in found else here
+    zero = torch.zeros((), device=device)
+    return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
 
 
 def _to_fp32(x: Tensor) -> Tensor:
@@ -71,6 +85,9 @@ def _to_fp32(x: Tensor) -> Tensor:
     limit = torch.finfo(torch.float32).max
     return torch.where(x.isinf(), x, x.clamp(max=limit)).float()
 
+
+SMALLEST_NORMAL: Final = torch.finfo(torch.float16).smallest_normal
+"""Below it fp16 loses precision, then everything."""
 
 torch.library.define("fxamp::lost_shares", "(Tensor[] gradients, Tensor scale, int[] slots, int num_slots) -> Tensor")
 
@@ -82,17 +99,11 @@ def lost_shares(gradients: list[Tensor], scale: Tensor, slots: list[int], num_sl
     Args: as in `largest`; scale: fp32 [], what the gradients were scaled with on their way.
     Returns: fp32 [num_slots], the largest share in slots with several gradients, 0 in those without one.
     """
-    limit = torch.finfo(torch.float16).smallest_normal
-    device = gradients[0].device
-    found: dict[int, Tensor] = {}
-    for slot, gradient in zip(slots, gradients, strict=True):
-        numbers = _numbers(gradient)
-        if numbers.numel() > 0:
-            is_lost = numbers.abs() * scale.to(numbers.device) < limit
-            share = is_lost.to(torch.float32).mean().to(device, non_blocking=True)
-            found[slot] = torch.maximum(found[slot], share) if slot in found else share
-    zero = torch.zeros((), device=device)
-    return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
+    def share(numbers: Tensor) -> Tensor:
+        return (numbers.abs() * scale.to(numbers.device) < SMALLEST_NORMAL).to(torch.float32).mean()
+
+    shares = [(slot, share(numbers)) for slot, numbers in _parts(gradients, slots)]
+    return _in_slots(shares, num_slots, gradients[0].device)
 
 
 @torch.library.register_fake("fxamp::lost_shares")  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -101,9 +112,6 @@ def _(gradients: list[Tensor], scale: Tensor, slots: list[int], num_slots: int) 
 
 
 LOST_SHARES: Final = torch.ops.fxamp.lost_shares.default
-"""What a graph calls."""
-
-LARGEST: Final = torch.ops.fxamp.largest.default
 """What a graph calls."""
 
 

@@ -64,8 +64,8 @@ class Options:
     """"auto": inference graphs replay as CUDA graphs and hand out copies; training is left to `mode`. True: Inductor's own
     behaviour, as in mode="reduce-overhead". "require": a graph that cannot be captured is an error."""
     stats: str | None = None
-    """What is gathered about gradients beyond what costs nothing: None; "full": which share of each is below what fp16 holds,
-    at the price of reading them once more, for `Amp.health`. "overflow" not yet."""
+    """What is gathered about gradients beyond the largest number of each: None; "full": which share of each is below what fp16
+    holds, at the price of reading them once more, for `Amp.health`. "overflow" not yet."""
     on_error: Literal["raise", "eager"] = "raise"
     """What an internal failure of fxamp does: "raise" a typed error, or compile the "eager", untouched graph, count it in the
     report, and warn once."""

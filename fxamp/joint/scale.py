@@ -62,7 +62,8 @@ class ScaleGradients:
         inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=_first_user(tangents, output), name="inv_scale")
         _compute_with_true_gradients(gm, tangents, scale, inverse)
         for tangent in tangents:
-            _scale(tangent, scale)
+            if tangent.users:
+                _scaled(tangent, scale, before=_first_user((tangent,), output))
         divided: dict[fx.Node, fx.Node] = {}
         for i in gradients:
             node = results[i]
@@ -156,18 +157,18 @@ def _compute_with_true_gradients(
         if _is_not_linear(node, operands):
             true = {x: _product(x, inverse, before=node) for x in operands}
             graph.map_operands(node, lambda _, x, true=true: true.get(x, x))
-            result = _scaled(node, scale)
+            value = graph.value_of(node)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and node.users:
+                result = _scaled(node, scale, before=graph.after(node))
         values = graph.tensors_of(graph.value_of(result))
         if any(value.is_floating_point() or value.is_complex() for value in values):  # a mask says the same of both
             gradients.add(result)
 
 
-def _scaled(node: fx.Node, scale: fx.Node) -> fx.Node:
-    value = graph.value_of(node)
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not node.users:
-        return node
-    scaled = _product(node, scale, before=graph.after(node))
-    graph.replace(node, scaled, except_in=frozenset(_made_from(node, scaled)))
+def _scaled(value: fx.Node, scale: fx.Node, *, before: fx.Node) -> fx.Node:
+    """Lets all users of a value read it scaled. Returns the product, which is fp32, or as wide as the value."""
+    scaled = _product(value, scale, before=before)
+    graph.replace(value, scaled, except_in=frozenset(_made_from(value, scaled)))
     return scaled
 
 
@@ -192,20 +193,10 @@ def _is_zero(x: Any) -> bool:
     return isinstance(value, (int, float)) and value == 0
 
 
-def _scale(tangent: fx.Node, scale: fx.Node) -> None:
-    """Lets all users of a tangent read it scaled. The product is fp32, or as wide as the tangent."""
-    users = list(tangent.users)
-    if not users:
-        return
-    first = min(users)  # nodes of one graph are ordered
-    scaled = _product(tangent, scale, before=first)
-    graph.replace(tangent, scaled, except_in=frozenset(_made_from(tangent, scaled)))
-
-
-def _made_from(tangent: fx.Node, scaled: fx.Node) -> Iterator[fx.Node]:
-    """The nodes between a tangent and its product that were put there for it."""
+def _made_from(value: fx.Node, scaled: fx.Node) -> Iterator[fx.Node]:
+    """The nodes between a value and its product that were put there for it."""
     node = scaled
-    while node is not tangent:
+    while node is not value:
         yield node
         node = node.all_input_nodes[0]
 

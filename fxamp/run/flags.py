@@ -12,9 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fxamp.ops import SMALLEST_NORMAL
 from fxamp.run.health import Slot
-
-SMALLEST_NORMAL: Final = torch.finfo(torch.float16).smallest_normal
 
 ROOM_AT_FIRST: Final = 1024
 """Slots of a new store; it doubles when they are taken."""
@@ -25,8 +24,10 @@ class ProbedGraph:
     """A compiled graph that has a probe."""
 
     index: int
+    positions: tuple[int, ...]
+    """Of the inputs that have slots, in the order of the slots."""
     names: tuple[str, ...]
-    """Of the inputs that have slots."""
+    """Of these inputs."""
     are_parameters: tuple[bool, ...]
     """Which of them are parameters; the others are activations and other tensors of the call."""
     has_shares: bool
@@ -59,8 +60,8 @@ class Flags:
         self._released: dict[int, list[slice]] = {}
         """Slots of probes that are gone, by their number."""
         self._masks: dict[frozenset[int | None], Tensor] = {}
-        self.arrivals: Final[set[int]] = set()
-        """Ids of the parameters whose gradients have arrived since somebody cleared the set."""
+        self.arrivals: Final[set[int | None]] = set()
+        """Ids of the parameters whose gradients have arrived, and are not cleared."""
 
     def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor]) -> Tensor:
         """The probe of a graph, fp32 [graph.probe_size], for a call with these parameters, in the order of their slots."""
@@ -137,7 +138,7 @@ class Flags:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
         return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
 
-    def clear(self, scale: Tensor, owners: Iterable[int | None] | None = None) -> None:
+    def clear(self, scale: Tensor, owners: Collection[int | None] | None = None) -> None:
         """Takes what arrived for these parameters, by id, into the record, and forgets it. An id of None: for anything else;
         no `owners`: everything. `scale`: fp32 [], the loss scale that it was computed with."""
         is_bad = ~torch.isfinite(self._store)
@@ -146,6 +147,10 @@ class Flags:
         self._record[0].add_(is_bad & mask)
         self._record[1].add_(is_lost & mask)
         self._store.masked_fill_(mask, 0.0)
+        if owners is None:
+            self.arrivals.clear()
+        else:
+            self.arrivals.difference_update(owners)
 
     def read_slots(self) -> list[Slot]:
         """What is on record of each gradient. Waits for the device."""

@@ -25,6 +25,10 @@ SHARE_LOST: Final = 0.5
 """The share of a gradient's numbers below the smallest normal number that is called an underflow."""
 
 
+AT_FLOOR: Final = "The forward overflows fp16, or loss or data hold inf or NaN"
+"""Why gradients overflow that no lower scale would save."""
+
+
 class Update(NamedTuple):
     """One update of the scale, on record."""
 
@@ -90,7 +94,7 @@ def _floor(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, in
         kind="floor",
         what=f"gradients overflowed {len(at_floor)} times at the floor of the scale, {floor:g}",
         evidence={"num_overflows": len(at_floor), "gradients": culprits},
-        way_out="The forward overflows fp16, or loss or data hold inf or NaN: keep what overflows in fp32 by policy={...}",
+        way_out=f"{AT_FLOOR}: keep what overflows in fp32 by policy={{...}}",
     )
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,13 +13,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fxamp import errors
+from fxamp import errors, ops
 from fxamp.run import skipping
+from fxamp.run.attachment import Attachment
 from fxamp.run.flags import Flags, ProbedGraph
-from fxamp.run.health import Finding, Slot, findings
+from fxamp.run.health import AT_FLOOR, Finding, Slot, findings
 from fxamp.run.loss_scale import LossScale
 from fxamp.run.mailbox import Mailbox
-from fxamp.run.skipping import Route, Skip
+from fxamp.run.schedule import SteppedSchedule
+from fxamp.run.skipping import Route
 from fxamp.scaling import DynamicScale, Scaling
 
 Compiled = Callable[..., Any]
@@ -82,12 +80,13 @@ class Scaler:
             self._replicas[device] = state.scale.to(device)
         return self._replicas[device]
 
-    def graph(self, names: Sequence[str], are_parameters: Iterable[bool]) -> ProbedGraph:
-        """A graph of which the inputs of these names get gradients; which of them are parameters?"""
+    def graph(self, names: Mapping[int, str], parameters: Collection[int]) -> ProbedGraph:
+        """A graph whose inputs at these positions, with these names, get gradients; `parameters`: which are parameters."""
         return ProbedGraph(
             index=next(self._graph_ids),
-            names=tuple(names),
-            are_parameters=tuple(are_parameters),
+            positions=tuple(names),
+            names=tuple(names.values()),
+            are_parameters=tuple(i in parameters for i in names),
             has_shares=self._has_shares,
         )
 
@@ -95,13 +94,10 @@ class Scaler:
         """Examples of the two inputs behind those of a graph: its scale and its probe."""
         return self.scale_on(device), torch.zeros(graph.probe_size, device=device, requires_grad=True)
 
-    def around(self, program: Compiled, graph: ProbedGraph, slots: Mapping[int, bool], device: torch.device) -> Compiled:
-        """A compiled graph that takes scale and probe behind its inputs, as one that does not.
-
-        `slots`: the positions of the inputs that have slots in the probe, in their order: is it a parameter?
-        """
+    def around(self, program: Compiled, graph: ProbedGraph, device: torch.device) -> Compiled:
+        """A compiled graph that takes scale and probe behind its inputs, as one that does not."""
         scale, flags = self.scale_on(device), self._flags_on(device)
-        parameters = [i for i, is_parameter in slots.items() if is_parameter]
+        parameters = list(itertools.compress(graph.positions, graph.are_parameters))
         take = operator.itemgetter(*parameters) if len(parameters) > 1 else lambda args: [args[i] for i in parameters]
 
         def call(*args: Any) -> Any:
@@ -111,7 +107,9 @@ class Scaler:
 
     @torch.inference_mode(False)
     def _flags_on(self, device: torch.device) -> Flags:
-        return self._flags.setdefault(device, Flags(device))
+        if device not in self._flags:
+            self._flags[device] = Flags(device)
+        return self._flags[device]
 
     # ---- optimizers -----------------------------------------------------------------------------------------------------
     def attach(self, optimizer: Optimizer, route: str) -> None:
@@ -123,12 +121,9 @@ class Scaler:
         if optimizer in self._attached:
             self._attached[optimizer].choose(route)
             return
-        attachment = _attachment_of(optimizer)
+        attachment = Attachment.of(optimizer)
         if attachment is None:
-            attachment = Attachment(optimizer=weakref.ref(optimizer), wish=route, route=skipping.choose(optimizer, route))
-            optimizer.register_step_pre_hook(attachment.before)
-            optimizer.register_step_post_hook(attachment.after)
-            optimizer.zero_grad = _telling(optimizer, attachment.dropped)
+            attachment = Attachment.hooked(optimizer, route)
         else:  # of another Amp, which has compiled another part of the model, or the model as it was before
             attachment.choose(route)
         attachment.join(self)
@@ -146,7 +141,7 @@ class Scaler:
             scaler = this()
             if scaler is None or optimizer in scaler._attached:
                 return
-            ids = set(map(id, skipping.parameters(optimizer)))
+            ids = skipping.ids(optimizer)
             if any(flags.knows(ids) for flags in scaler._flags.values()):
                 scaler._warn(
                     f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
@@ -167,7 +162,7 @@ class Scaler:
         if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
             self._update()
         device = gradients[0].device
-        ids = [id(p) for p in skipping.parameters(optimizer)]
+        ids = skipping.ids(optimizer)
         state = self.state_on(device)
         bad = _any_not_finite(gradients, device)
         anywhere, largest = bad, torch.zeros((), device=device)
@@ -202,7 +197,7 @@ class Scaler:
         """Takes note of a step, and moves the scale after the last optimizer of a round."""
         state = self.state_on(bad.device)
         state.num_skipped.add_(bad)
-        ids = {id(p) for p in skipping.parameters(optimizer)}
+        ids = skipping.ids(optimizer)
         self._forget_flags(ids)
         self._stepped.add(optimizer)
         task = torch._C._current_graph_task_id()
@@ -228,23 +223,21 @@ class Scaler:
     def _forget_flags(self, ids: set[int]) -> None:
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), ids)
-            flags.arrivals.difference_update(ids)
 
     def _has_got_gradients(self, optimizer: Optimizer) -> bool:
-        ids = {id(p) for p in skipping.parameters(optimizer)}
+        ids = skipping.ids(optimizer)
         return any(not flags.arrivals.isdisjoint(ids) for flags in self._flags.values())
 
     @torch.no_grad()
     def dropped(self, optimizer: Optimizer) -> None:
         """Takes note of gradients that nobody is going to use. They say nothing about the next step, but about the scale."""
-        ids = {id(p) for p in skipping.parameters(optimizer)}
+        ids = skipping.ids(optimizer)
         for flags in self._flags.values():
             if not flags.arrivals.isdisjoint(ids):
-                device = self.state_on(next(iter(self._flags))).scale.device
+                device = self.state().scale.device
                 self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
                 self._note_largest(flags.largest().to(device, non_blocking=True))
                 flags.clear(self.scale_on(flags.device), ids)
-                flags.arrivals.difference_update(ids)
 
     def _update(self) -> None:
         if self._overflowed is None:
@@ -269,10 +262,7 @@ class Scaler:
         if not is_at_floor or not isinstance(self.config, DynamicScale):
             return
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
-        way_out = (
-            "The forward overflows fp16, or loss or data hold inf or NaN: keep the operations that overflow in fp32 by "
-            "policy={...}, or use bf16"
-        )
+        way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
         if self.config.at_floor == "raise":
             raise errors.ScaleAtFloor(what, way_out=way_out)
         if not self._told_of_floor:
@@ -329,32 +319,13 @@ class Scaler:
             self._refresh_replicas()
 
 
-def _telling(optimizer: Optimizer, dropped: Callable[[], None]) -> Callable[..., None]:
-    """`optimizer.zero_grad`, which says so first. It knows its optimizer weakly: in a circle with it, the state of an
-    optimizer that nobody needs any more would stay on the device until Python looks for circles."""
-    somebodys: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
-    method, this = type(optimizer).zero_grad, weakref.ref(optimizer)
-
-    @functools.wraps(method)
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        dropped()
-        known = this()
-        if somebodys is not None:
-            somebodys(*args, **kwargs)
-        elif known is not None:
-            method(known, *args, **kwargs)
-
-    return zero_grad
-
-
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. One call a device, GradScaler's, which multiplies by 1 in place:
     through `data`, for a gradient may be saved for somebody's backward; and not through what is expanded."""
     found = torch.zeros((), device=device)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
-        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        numbers = ops.numbers_of(gradient)
         numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
         overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]
         by_device.setdefault(numbers.device, []).append(numbers.clone().contiguous() if overlaps else numbers.data)
@@ -363,128 +334,3 @@ def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor
         torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one)
         found = torch.maximum(found, flag.to(device, non_blocking=True))
     return found
-
-
-def _attachment_of(optimizer: Optimizer) -> Attachment | None:
-    hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
-    return next((owner for owner in hooks if isinstance(owner, Attachment)), None)
-
-
-@dataclass(kw_only=True)
-class Attachment:
-    """The hooks on one optimizer."""
-
-    optimizer: weakref.ref[Optimizer]
-    wish: str
-    route: Route
-    scalers: tuple[weakref.ref[Scaler], ...] = ()
-    """Those of all Amps that it is attached to: a step is left out if any of them says so, and all of them learn of it."""
-    _skip: Skip | None = None
-    _step: FrameType | None = None
-    """The outermost call of `step` that runs; left behind by one that raised."""
-    num_skipped: Tensor | None = None
-    """Steps left out, fp32 []; None before the first step."""
-    _num_states: int | None = None
-    """Entries of the optimizer's state when the route was chosen; None: before its first step."""
-
-    def join(self, scaler: Scaler) -> None:
-        """Lets a scaler have its say, and learn of steps."""
-        self.scalers += (weakref.ref(scaler),)
-
-    def choose(self, wish: str) -> None:
-        """Chooses the route anew. Raises: as `skipping.choose`; then nothing has changed."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            self.route = skipping.choose(optimizer, wish)
-            self.wish = wish
-
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
-        caller = sys._getframe(1)
-        if self._step is not None and _is_running(self._step, caller):
-            return None  # a subclass's step, which runs hooks of its own, has called its parent's
-        self._step = caller
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
-            self._begin(optimizer)
-            return None
-
-        def evaluated() -> Any:
-            loss = closure()
-            self._begin(optimizer)
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": evaluated}
-        return (args[0], evaluated, *args[2:]), kwargs
-
-    def _begin(self, optimizer: Optimizer) -> None:
-        if self._skip is None and hasattr(optimizer, "found_inf"):  # not left behind by a step of ours that raised
-            raise errors.CannotSkip(
-                f"a GradScaler steps this {type(optimizer).__name__}, whose gradients fxamp has already unscaled",
-                way_out="Leave the GradScaler out: loss.backward(); optimizer.step()",
-            )
-        verdicts = [verdict for scaler in self._live() if (verdict := scaler.verdict(optimizer)) is not None]
-        if not verdicts:
-            self.dropped()  # what has arrived was for gradients that are gone
-            return
-        route = self.route
-        if route.name != "wait" and (self._num_states is None or not skipping.has_its_state(optimizer)):
-            # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
-            route = Route(name="wait", why="this step would make state")
-        self._skip = Skip(optimizer=optimizer, route=route, overflowed=functools.reduce(torch.maximum, verdicts))
-        self._skip.begin()
-
-    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Step post-hook."""
-        if sys._getframe(1) is not self._step:
-            return
-        self._step = None
-        skip, self._skip = self._skip, None
-        if skip is None:
-            return
-        skip.end()
-        self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
-        if len(optimizer.state) != self._num_states:
-            self._num_states = len(optimizer.state)
-            self.choose(self.wish)
-        for scaler in self._live():
-            scaler.stepped(optimizer, skip.overflowed)
-
-    def dropped(self) -> None:
-        """Before zero_grad."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            for scaler in self._live():
-                scaler.dropped(optimizer)
-
-    def _live(self) -> list[Scaler]:
-        return [scaler for ref in self.scalers if (scaler := ref()) is not None]
-
-
-def _is_running(call: FrameType, frame: FrameType | None) -> bool:
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call
-
-
-class SteppedSchedule:
-    """A learning-rate scheduler that counts the optimizer's steps that were taken. All but `step` is the scheduler's own."""
-
-    def __init__(self, schedule: Any, attachment: Attachment) -> None:
-        self.schedule: Final = schedule
-        self._attachment = attachment
-        self._mailbox = Mailbox()
-        self._num_calls = self._num_steps = 0
-
-    def step(self, *args: Any) -> None:
-        """Steps the scheduler, unless the optimizer has stood still since."""
-        self._num_calls += 1
-        skipped = self._attachment.num_skipped
-        known = self._mailbox.post(skipped) if skipped is not None else None
-        if self._num_steps < self._num_calls - int(known or 0):
-            self._num_steps += 1
-            self.schedule.step(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.schedule, name)

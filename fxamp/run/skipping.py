@@ -42,6 +42,11 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def ids(optimizer: Optimizer) -> set[int]:
+    """The ids of all its parameters, by which flags know them."""
+    return set(map(id, parameters(optimizer)))
+
+
 def check(optimizer: Optimizer) -> None:
     """Raises: CannotSkip for an optimizer whose step cannot be left out, CannotScale for fp16 parameters."""
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -1,0 +1,153 @@
+"""The hooks on one optimizer: when a step begins, when it has ended, and when gradients are thrown away."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fxamp import errors
+from fxamp.run import skipping
+from fxamp.run.skipping import Route, Skip
+
+if TYPE_CHECKING:
+    from fxamp.run.scaler import Scaler
+
+
+@dataclass(kw_only=True)
+class Attachment:
+    """The hooks on one optimizer."""
+
+    optimizer: weakref.ref[Optimizer]
+    wish: str
+    route: Route
+    scalers: tuple[weakref.ref[Scaler], ...] = ()
+    """Those of all Amps that it is attached to: a step is left out if any of them says so, and all of them learn of it."""
+    _skip: Skip | None = None
+    _step: FrameType | None = None
+    """The outermost call of `step` that runs; left behind by one that raised."""
+    num_skipped: Tensor | None = None
+    """Steps left out, fp32 []; None before the first step."""
+    _num_states: int | None = None
+    """Entries of the optimizer's state when the route was chosen; None: before its first step."""
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Attachment | None:
+        """The one that an optimizer has already."""
+        hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+        return next((owner for owner in hooks if isinstance(owner, Attachment)), None)
+
+    @staticmethod
+    def hooked(optimizer: Optimizer, wish: str) -> Attachment:
+        """A new one, with its hooks. Raises: as `skipping.choose`."""
+        made = Attachment(optimizer=weakref.ref(optimizer), wish=wish, route=skipping.choose(optimizer, wish))
+        optimizer.register_step_pre_hook(made.before)
+        optimizer.register_step_post_hook(made.after)
+        optimizer.zero_grad = _telling(optimizer, made.dropped)
+        return made
+
+    def join(self, scaler: Scaler) -> None:
+        """Lets a scaler have its say, and learn of steps."""
+        self.scalers += (weakref.ref(scaler),)
+
+    def choose(self, wish: str) -> None:
+        """Chooses the route anew. Raises: as `skipping.choose`; then nothing has changed."""
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            self.route = skipping.choose(optimizer, wish)
+            self.wish = wish
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
+        caller = sys._getframe(1)
+        if self._step is not None and _is_running(self._step, caller):
+            return None  # a subclass's step, which runs hooks of its own, has called its parent's
+        self._step = caller
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._begin(optimizer)
+            return None
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._begin(optimizer)
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": evaluated}
+        return (args[0], evaluated, *args[2:]), kwargs
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if self._skip is None and hasattr(optimizer, "found_inf"):  # not left behind by a step of ours that raised
+            raise errors.CannotSkip(
+                f"a GradScaler steps this {type(optimizer).__name__}, whose gradients fxamp has already unscaled",
+                way_out="Leave the GradScaler out: loss.backward(); optimizer.step()",
+            )
+        verdicts = [verdict for scaler in self._live() if (verdict := scaler.verdict(optimizer)) is not None]
+        if not verdicts:
+            self.dropped()  # what has arrived was for gradients that are gone
+            return
+        route = self.route
+        if route.name != "wait" and (self._num_states is None or not skipping.has_its_state(optimizer)):
+            # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
+            route = Route(name="wait", why="this step would make state")
+        self._skip = Skip(optimizer=optimizer, route=route, overflowed=functools.reduce(torch.maximum, verdicts))
+        self._skip.begin()
+
+    def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Step post-hook."""
+        if sys._getframe(1) is not self._step:
+            return
+        self._step = None
+        skip, self._skip = self._skip, None
+        if skip is None:
+            return
+        skip.end()
+        self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
+        if len(optimizer.state) != self._num_states:
+            self._num_states = len(optimizer.state)
+            self.choose(self.wish)
+        for scaler in self._live():
+            scaler.stepped(optimizer, skip.overflowed)
+
+    def dropped(self) -> None:
+        """Before zero_grad."""
+        optimizer = self.optimizer()
+        if optimizer is not None:
+            for scaler in self._live():
+                scaler.dropped(optimizer)
+
+    def _live(self) -> list[Scaler]:
+        return [scaler for ref in self.scalers if (scaler := ref()) is not None]
+
+
+def _is_running(call: FrameType, frame: FrameType | None) -> bool:
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
+
+
+def _telling(optimizer: Optimizer, dropped: Callable[[], None]) -> Callable[..., None]:
+    """`optimizer.zero_grad`, which says so first. It knows its optimizer weakly: in a circle with it, the state of an
+    optimizer that nobody needs any more would stay on the device until Python looks for circles."""
+    somebodys: Callable[..., None] | None = optimizer.__dict__.get("zero_grad")
+    method, this = type(optimizer).zero_grad, weakref.ref(optimizer)
+
+    @functools.wraps(method)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        dropped()
+        known = this()
+        if somebodys is not None:
+            somebodys(*args, **kwargs)
+        elif known is not None:
+            method(known, *args, **kwargs)
+
+    return zero_grad

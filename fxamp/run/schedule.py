@@ -1,0 +1,30 @@
+"""Learning-rate schedules that stand still where the optimizer did."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fxamp.run.attachment import Attachment
+from fxamp.run.mailbox import Mailbox
+
+
+class SteppedSchedule:
+    """A learning-rate scheduler that counts the optimizer's steps that were taken. All but `step` is the scheduler's own."""
+
+    def __init__(self, schedule: Any, attachment: Attachment) -> None:
+        self.schedule: Final = schedule
+        self._attachment = attachment
+        self._mailbox = Mailbox()
+        self._num_calls = self._num_steps = 0
+
+    def step(self, *args: Any) -> None:
+        """Steps the scheduler, unless the optimizer has stood still since."""
+        self._num_calls += 1
+        skipped = self._attachment.num_skipped
+        known = self._mailbox.post(skipped) if skipped is not None else None
+        if self._num_steps < self._num_calls - int(known or 0):
+            self._num_steps += 1
+            self.schedule.step(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.schedule, name)
