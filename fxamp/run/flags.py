@@ -162,11 +162,12 @@ class Flags:
 
     def _mask(self, owners: Iterable[int | None]) -> Tensor:
         wanted = frozenset(owners)
-        if wanted not in self._masks:
+        found = self._masks.get(wanted)
+        if found is None:
             mask = [owner in wanted for owner in self._owners]
             mask += [False] * (len(self._store) - len(mask))
-            self._masks[wanted] = _on(self._store.device, torch.tensor(mask))
-        return self._masks[wanted]
+            found = self._masks[wanted] = _on(self._store.device, torch.tensor(mask))
+        return found  # not looked up again: the garbage collector may have released slots
 
 
 def _call(flags: weakref.ref[Flags], method: Callable[..., None], *args: Any) -> None:
@@ -182,4 +183,3 @@ def _on(device: torch.device, values: Tensor) -> Tensor:
 
 def _not_finite(values: Tensor) -> Tensor:
     return (~torch.isfinite(values)).any().to(torch.float32)
-

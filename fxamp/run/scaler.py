@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import weakref
@@ -56,7 +57,7 @@ class Scaler:
         """fp32 [], the largest finite gradient since the last update."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
-        self._watch_unattached()
+        _watching().add(self)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------------
     @torch.inference_mode(False)  # tensors made under it could not be saved for a backward, ever
@@ -134,23 +135,17 @@ class Scaler:
         """(class of the optimizer, its route), for those attached."""
         return tuple((type(optimizer).__name__, attachment.route) for optimizer, attachment in self._attached.items())
 
-    def _watch_unattached(self) -> None:
-        this = weakref.ref(self)
-
-        def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            scaler = this()
-            if scaler is None or optimizer in scaler._attached:
-                return
-            ids = skipping.ids(optimizer)
-            if any(flags.knows(ids) for flags in scaler._flags.values()):
-                scaler._warn(
-                    f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
-                    "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
-                    "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
-                )
-
-        handle = register_optimizer_step_pre_hook(hook)
-        weakref.finalize(self, handle.remove)
+    def warn_if_unattached(self, optimizer: Optimizer) -> None:
+        """Says so if an optimizer steps parameters of this Amp that it is not attached to."""
+        if optimizer in self._attached:
+            return
+        ids = skipping.ids(optimizer)
+        if any(flags.knows(ids) for flags in self._flags.values()):
+            self._warn(
+                f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
+                "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
+                "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
+            )
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -317,6 +312,20 @@ class Scaler:
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()
+
+
+@functools.cache
+def _watching() -> weakref.WeakSet[Scaler]:
+    """Those that watch for optimizers that are not attached, by one hook for all of them, never removed: one that goes
+    with its scaler would be removed by the garbage collector, while an optimizer walks along the hooks."""
+    scalers: weakref.WeakSet[Scaler] = weakref.WeakSet()
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for scaler in scalers:
+            scaler.warn_if_unattached(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
+    return scalers
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

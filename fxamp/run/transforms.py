@@ -45,9 +45,9 @@ def refuse_around(backend: object) -> None:
 
 
 def _forget(refusal: Callable[..., None]) -> None:
-    callbacks = sys.modules["torch._dynamo.callback"].callback_handler.start_callbacks
-    if refusal in callbacks:
-        callbacks.remove(refusal)
+    handler = sys.modules["torch._dynamo.callback"].callback_handler
+    # A new list: the garbage collector may come by while Dynamo walks along the old one.
+    handler.start_callbacks = [callback for callback in handler.start_callbacks if callback is not refusal]
 
 
 class _Refusal:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fxamp
 from fxamp import errors
@@ -172,6 +175,33 @@ def test_a_grad_scaler_around_a_fused_optimizer_is_refused():
     with pytest.raises(errors.CannotSkip, match="Leave the GradScaler out"):
         scaler.step(optimizer)
     assert p.tolist() == [0.0, 0.0]
+
+
+def test_an_amp_may_be_collected_while_an_optimizer_steps():
+    """A hook that went with it would be taken out of the hooks that `step` walks along."""
+
+    class InCircle:
+        def __init__(self):
+            self.itself, self.amp = self, fxamp.Amp(precision="fp16")
+
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([p], lr=1.0)
+    p.grad = torch.ones(2)
+    gc.disable()
+    forgotten = weakref.ref(InCircle().amp)
+
+    def collect(*_: Any) -> None:
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        optimizer.step()
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
+    assert forgotten() is None
+    assert p.tolist() == [-1.0, -1.0]
 
 
 def test_sparse_gradients_are_waited_for():
