@@ -23,6 +23,7 @@ LEVELS = MappingProxyType(
         "ops": 1,
         "_patches": 1,
         "scaling": 1,
+        "scheduler": 1,
         "policy": 2,
         "graph": 2,
         "options": 3,
