@@ -90,7 +90,7 @@ def saved_bytes(forward: fx.GraphModule, num_fwd_outputs: int) -> int:
         for tensor in tensors:
             (key,) = graph.storages(node)
             if key not in held:
-                sizes[key] = max(sizes.get(key, 0), int(tensor.numel()) * tensor.element_size())
+                sizes[key] = max(sizes.get(key, 0), graph.numel(tensor) * tensor.element_size())
     return sum(sizes.values())
 
 

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.workloads import Workload
 from fxamp import formats
+from fxamp.graph import numel
 from fxamp.ops import ROUND_TO
 
 
@@ -68,8 +69,8 @@ def count_casts(graph: fx.Graph) -> Casts:
 
 
 def num_cast_bytes(source: Tensor, result: Tensor) -> int:
-    """Bytes that a cast reads and writes if it is a kernel of its own."""
-    return source.numel() * (source.element_size() + result.element_size())
+    """Bytes that a cast reads and writes if it is a kernel of its own; of the example, where sizes are symbols."""
+    return numel(source) * (source.element_size() + result.element_size())
 
 
 class CountCasts(CustomGraphPass):

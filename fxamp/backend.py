@@ -8,12 +8,12 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
 
-from fxamp import capture, errors, formats, graph, instances, legal, ops, passes, plan, rewrite, scaling
+from fxamp import capture, destination, errors, formats, graph, instances, legal, ops, passes, plan, rewrite, scaling
 from fxamp.capture import Captured
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
@@ -94,15 +94,14 @@ class Amp:
         captured = capture.take(normal, example_inputs)
         instances.check(options.policy, (facts.module for facts in captured.everywhere))
         precision, notes = _precision_on(captured.device, options.precision)
-        made = plan.plan(
-            captured, options.policy, variant=precision, output_dtype=options.output_dtype, relaxed=options.relaxed
-        )
+        output_dtype, note_of_outputs = _output_dtype(gm, options)
+        made = plan.plan(captured, options.policy, variant=precision, output_dtype=output_dtype, relaxed=options.relaxed)
         if made.note:
             self._note(made.note)
-            notes += (made.note,)
+        notes += tuple(filter(None, (made.note, note_of_outputs)))
 
         rewritten = graph.clone(captured.gm)
-        check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=options.output_dtype == "traced")
+        check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
         steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed)
         changes = passes.run(rewritten, steps, check)
 
@@ -269,6 +268,14 @@ def _precision_on(device: torch.device, wanted: str) -> tuple[str, tuple[str, ..
     if not native:
         return wanted, (f"{wanted} is emulated on {device.type}: {reason}",)
     return wanted, ()
+
+
+def _output_dtype(gm: fx.GraphModule, options: Options) -> tuple[Literal["traced", "low"], str]:
+    """(the formats that the outputs of a graph leave in, a note if they are not those asked for)."""
+    reason = destination.within_program(gm) if options.output_dtype == "low" else None
+    if reason is None:
+        return options.output_dtype, ""
+    return "traced", f"output_dtype='low' is for what leaves the compiled program; these outputs are read inside it: {reason}"
 
 
 def _lower(

@@ -54,7 +54,8 @@ class Options:
     numerics: Literal["eager", "fast"] = "eager"
     """"eager" keeps the roundings of the user's own casts, which Inductor alone drops; "fast" gives that up."""
     output_dtype: Literal["traced", "low"] = "traced"
-    """"traced": what leaves a graph has the dtype of the program as written. "low": it may stay in the low format."""
+    """"traced": what leaves a graph has the dtype of the program as written. "low": what leaves the compiled program
+    may stay in the low format; between its graphs values have the traced dtypes."""
     mode: str | None = None
     """Inductor's mode, as of torch.compile."""
     lower: Literal["inductor", "aot_eager", "eager"] = "inductor"

@@ -54,3 +54,13 @@ def test_graphs_add_up_and_common_subexpressions_count_once():
     assert got.num_graphs == 2
     # x, weight and bias once in the first graph, though autocast casts each twice; y is low when it comes to the second
     assert got.num_casts == 3 + 2 + 2 * 2
+
+
+def test_sizes_that_are_symbols_count_as_in_the_example():
+    def dynamic(compiled) -> None:
+        torch._dynamo.mark_dynamic(X, 0)
+        compiled(X).float().sum().backward()
+
+    for found in (joint.of_autocast(nn.Linear(8, 5), dynamic), joint.of_fxamp(nn.Linear(8, 5), dynamic, precision="bf16")):
+        assert type(found.cast_bytes) is type(found.saved_bytes) is int
+    assert joint.of_autocast(nn.Linear(8, 5), dynamic).cast_bytes == joint.of_autocast(nn.Linear(8, 5), train).cast_bytes

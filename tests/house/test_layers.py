@@ -32,6 +32,7 @@ LEVELS = MappingProxyType(
         "instances": 3,
         "calls": 3,
         "capture": 3,
+        "destination": 3,
         "registered": 3,
         "legal": 3,
         "plan": 4,
