@@ -80,6 +80,10 @@ class NeedsCaptured(FxampError, LookupError):
     """Something about a graph was asked for that is not on record (nothing compiled yet, or no such stage)."""
 
 
+class MissingPackage(FxampError, ImportError):
+    """An optional package is needed for what was asked, and is not installed."""
+
+
 class InvariantBroken(FxampError, AssertionError):
     """A graph, or a run of it, breaks what `fxamp.testing` checks. A bug of fxamp, or of the pass under test."""
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from fxamp import errors
-from fxamp.run.health import Update
+from fxamp.run.health import NUM_BEFORE_SPIKE, Update
 from fxamp.scaling import UNATTACHED, DynamicScale, Scaling
 
 NUM_REMEMBERED: Final = 256
 """Updates whose scale and overflow stay on record, for whoever asks how the scale has moved."""
+
+NUM_RECENT: Final = 16
+"""Updates that an overflow rate is over: a scale that looks for its place overflows a few times in a row."""
 
 
 class State(NamedTuple):
@@ -40,6 +43,17 @@ def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
         tracker=torch.where(grows, 0.0, tracker),
         patience=torch.where(grows, float(config.hysteresis_steps), patience),
     )
+
+
+def _ratio_of_newest(magnitudes: Tensor) -> Tensor:
+    """The last of some magnitudes, fp32 [n], over the median of the others, zeros left out; -1 where one is missing."""
+    if len(magnitudes) < 2:
+        return torch.full((), -1.0, device=magnitudes.device)
+    before, newest = magnitudes[:-1], magnitudes[-1]
+    num_known = (before > 0).sum()
+    in_order = torch.where(before > 0, before, torch.inf).sort().values
+    median = in_order.gather(0, (num_known // 2).clamp(max=len(before) - 1).unsqueeze(0)).squeeze(0)
+    return torch.where((num_known >= NUM_BEFORE_SPIKE) & (newest > 0), newest / median, -1.0)
 
 
 class LossScale:
@@ -94,6 +108,22 @@ class LossScale:
         if not isinstance(self.config, DynamicScale):
             return None
         return overflowed * (self._writable <= self.config.floor)
+
+    def signs(self) -> Tensor:
+        """How gradients are doing, fp32 [3], without a wait: the scale; the share of the last `NUM_RECENT` updates that
+        overflowed; the largest magnitude of the newest update over the median of those on record before (-1: it has none, or
+        fewer than `NUM_BEFORE_SPIKE` before it have)."""
+        num_recent = min(self.num_updates, NUM_RECENT)
+        rate = self._newest(num_recent)[1].sum() / NUM_RECENT
+        magnitudes = self._newest(min(self.num_updates, NUM_REMEMBERED))[2]
+        return torch.stack([self._writable, rate, _ratio_of_newest(magnitudes)])
+
+    def _newest(self, num: int) -> Tensor:
+        """The last updates, oldest first, fp32 [3, num]."""
+        stop = self.num_updates % NUM_REMEMBERED
+        if num <= stop:
+            return self._history[:, stop - num : stop]
+        return torch.cat([self._history[:, NUM_REMEMBERED + stop - num :], self._history[:, :stop]], dim=1)
 
     # ---- looking at it: these wait for the device -----------------------------------------------------------------------
     def read_history(self) -> list[Update]:

@@ -3,42 +3,54 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-LAG_STEPS: Final = 8
-"""How far the host may run ahead of an accelerator before it waits. Fixed, so that what is decided from the values repeats."""
+from fxamp.scheduler import LAG_STEPS
 
 
 class Mailbox:
-    """Carries one number a step to the host.
+    """Carries a few numbers a step to the host.
 
-    What is read is the number posted `LAG_STEPS` posts ago, in every run; the host waits for that one where it has run further
-    ahead. On the CPU, where nothing runs ahead, it is the last one.
+    What arrives is what was posted `lag_steps` posts ago, in every run; the host waits for that one where it has run further
+    ahead. Without `lag_steps` that is `LAG_STEPS` on an accelerator, and 0 on the CPU, where nothing runs ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lag_steps: int | None = None) -> None:
+        self._lag_steps = lag_steps
         self._posted: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
 
-    def post(self, value: Tensor) -> float | None:
-        """Sends off a value, [], and returns the one that arrives with it; None while none has."""
-        self._posted.append(_send(value))
-        lag = LAG_STEPS if value.is_cuda else 0
-        if len(self._posted) <= lag:
-            return None
-        sent, event = self._posted.popleft()
-        if event is not None:
-            event.synchronize()
-        return float(sent)
+    def post(self, values: Tensor) -> Tensor | None:
+        """Sends off values, of any shape, and returns those that arrive with it, on the host; None while none have."""
+        self._posted.append(_send(values))
+        lag = self._lag_steps
+        if lag is None:
+            lag = LAG_STEPS if values.is_cuda else 0
+        return _wait_for(self._posted.popleft()) if len(self._posted) > lag else None
+
+    def read_waiting(self) -> list[Tensor]:
+        """What is on its way, oldest first. Waits for the device; it stays on its way."""
+        return [_wait_for(message) for message in self._posted]
+
+    def refill(self, values: Iterable[Tensor]) -> None:
+        """Puts what was on its way, host tensors, in place of what is."""
+        self._posted = deque((value, None) for value in values)
 
 
-def _send(value: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if not value.is_cuda:
-        return value.detach().clone(), None
-    sent = torch.empty((), dtype=value.dtype, pin_memory=True)
-    sent.copy_(value.detach(), non_blocking=True)
+def _send(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if not values.is_cuda:
+        return values.detach().clone(), None
+    sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    sent.copy_(values.detach(), non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return sent, event
+
+
+def _wait_for(message: tuple[Tensor, torch.cuda.Event | None]) -> Tensor:
+    sent, event = message
+    if event is not None:
+        event.synchronize()
+    return sent

@@ -247,15 +247,16 @@ class Scaler:
         self._overflowed = self._largest = None
         self._stepped.clear()
         if at_floor is not None:
-            self._tell_of_floor(self._at_floor.post(at_floor))
+            arrived = self._at_floor.post(at_floor)
+            if arrived is not None and float(arrived):
+                self._tell_of_floor()
 
     def _refresh_replicas(self) -> None:
         for replica in self._replicas.values():
             replica.data.copy_(self.state().scale, non_blocking=True)
 
-    def _tell_of_floor(self, is_at_floor: float | None) -> None:
-        if not is_at_floor or not isinstance(self.config, DynamicScale):
-            return
+    def _tell_of_floor(self) -> None:
+        assert isinstance(self.config, DynamicScale)
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
         way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
         if self.config.at_floor == "raise":

@@ -22,7 +22,7 @@ class SteppedSchedule:
         self._num_calls += 1
         skipped = self._attachment.num_skipped
         known = self._mailbox.post(skipped) if skipped is not None else None
-        if self._num_steps < self._num_calls - int(known or 0):
+        if self._num_steps < self._num_calls - (0 if known is None else int(known)):
             self._num_steps += 1
             self.schedule.step(*args)
 

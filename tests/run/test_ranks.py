@@ -1,7 +1,8 @@
-"""Two processes: where one overflows, both skip, and parameters stay equal bit for bit."""
+"""Two processes: where one overflows, both skip, and parameters stay equal bit for bit; what one observes, both decide by."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import distributed, nn
 
 import fxamp
+from fxamp.run.observer import Observer
+from fxamp.scheduler import CurvatureScheduler
+from tests.run.test_observer import Dial
 
 NUM_STEPS = 100
 BAD: dict[int, tuple[int, float]] = {0: (1, math.inf), 17: (0, math.nan), 18: (1, 1e38), 60: (0, math.inf)}
@@ -78,18 +82,25 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "stood_still": stood_still,
         "state": amp.state_dict(),
         "num_graphs": len(amp.graphs),
+        "observed": observed(rank),
     }
     torch.save(facts, out / f"{rank}.pt")
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_ranks_skip_together(kind: str, tmp_path: Path):
+@pytest.fixture(scope="module", params=["ddp", "fsdp2"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the two ranks have to tell."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(work, args=(kind, port, tmp_path), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    out = tmp_path_factory.mktemp("ranks")
+    mp.spawn(work, args=(request.param, port, out), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+def test_ranks_skip_together(ranks: list[dict[str, Any]]):
+    first, second = ranks
     assert first["num_graphs"] > 0
     assert first["stood_still"] == second["stood_still"] == sorted([*BAD, BAD_LOCALLY])
     assert first["state"] == second["state"]
@@ -97,3 +108,31 @@ def test_ranks_skip_together(kind: str, tmp_path: Path):
     for p, q in zip(first["parameters"], second["parameters"], strict=True):
         assert torch.equal(p, q)
         assert torch.isfinite(p).all()
+
+
+# ---- observing ------------------------------------------------------------------------------------------------------------
+SPIKES: dict[int, tuple[int, float]] = {20: (1, 8.0), 60: (0, math.nan), 100: (1, math.inf), 140: (0, 0.015)}
+"""Step -> (rank, its loss). The last one bends the mean by less than the threshold, and that of the rank by more."""
+
+LOSSES = (1.0, 2.0)
+"""Of the two ranks, in the other steps."""
+
+
+def observed(rank: int) -> tuple[str, str]:
+    scheduler, dial = CurvatureScheduler(dwell_steps=6, lag_steps=3, gradient_ratio_limit=50.0), Dial()
+    signs = torch.tensor([1024.0, 0.0, 1.0])
+    observer = Observer(scheduler, dial, signs=lambda: signs.clone())
+    for step in range(200):
+        bad_rank, loss = SPIKES.get(step, (None, 0.0))
+        signs[2] = 60.0 if (step, rank) == (180, 1) else 1.0  # gradients that only one of them sees
+        observer.observe(torch.tensor(LOSSES[rank] + loss if rank == bad_rank else LOSSES[rank]))
+    return observer.history.as_json(), repr(observer.state_dict())
+
+
+def test_ranks_decide_together(ranks: list[dict[str, Any]]):
+    first, second = ranks
+    assert first["observed"] == second["observed"]
+    history = json.loads(first["observed"][0])
+    assert [history["steps"][i]["loss"] for i in (19, 20, 60, 100)] == [1.5, 5.5, "nan", "inf"]
+    rises = [c["step"] for c in history["changes"] if c["precision"] == {"model": "fp32"}]
+    assert rises == [0, 20 + 3, 60 + 3, 100 + 3, 180 + 3]
