@@ -18,10 +18,14 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from fxamp import custom_function, graph, optable
+from fxamp.custom_function import Declared, Forward
 
 Role = Literal["parameter", "buffer", "input", "symbol"]
-Region = Literal["none", "opted_out", "users"]
-"""Autocast region of the user's around a node: none, `autocast(enabled=False)`, or one with a dtype of its own."""
+Region = Literal["none", "opted_out", "users", "function"]
+"""Autocast region of the user's around a node: none, `autocast(enabled=False)`, one with a dtype of its own, or the forward of
+an autograd.Function with `custom_fwd(cast_inputs=...)`, in which autocast is off."""
+
+AUTOGRAD_FUNCTION: Final = "higher_order::autograd_function_apply"
 
 _IN_PLACE_OPERATORS: Final = MappingProxyType(
     {
@@ -79,8 +83,8 @@ class Captured:
     bodies: MappingProxyType[str, Captured] = field(repr=False)
     """The graphs nested in its higher-order operations, by the attribute of `gm` that holds each. One that several operations
     call is there once, with facts that hold for all of them."""
-    declared: bool = False
-    """Is it the forward or backward of an autograd.Function that autocast may enter (`custom_fwd` without `cast_inputs`)?"""
+    function: Declared | None = None
+    """What the autograd.Function declares about autocast whose forward or backward it is."""
 
     @property
     def everywhere(self) -> tuple[Facts, ...]:
@@ -123,6 +127,7 @@ def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         device=device,
         ambient=_ambient_autocast(device),
         trains=torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in example_inputs),
+        forwards=custom_function.forwards(device.type),
     )
     return _captured(gm, surroundings, dict(_roles(gm, example_inputs)))
 
@@ -138,7 +143,10 @@ class _Surroundings:
     """Of the operations that call it, if it is a body."""
     in_functorch: bool = False
     """Is it called between the push and the pop of a functorch level?"""
-    declared: bool = False
+    function: Declared | None = None
+    """Whose forward or backward it is."""
+    forwards: tuple[Forward, ...] = ()
+    """Of the autograd.Functions that declare something about autocast."""
 
 
 def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role]) -> Captured:
@@ -166,7 +174,7 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
         ambient=around.ambient,
         trains=around.trains,
         device=around.device,
-        declared=around.declared,
+        function=around.function,
         bodies=MappingProxyType(bodies),
     )
 
@@ -180,13 +188,14 @@ def _body(
 ) -> Captured:
     """A nested graph, in the surroundings of the operations that call it. Where they differ, the strictest counts."""
     regions = {facts[node.name].region for node in callers}
-    region: Region = "users" if "users" in regions else "opted_out" if "opted_out" in regions else "none"
-    declared = [_declaration(node) for node in callers]
+    strictest: tuple[Region, ...] = ("users", "opted_out", "function")
+    region = next((r for r in strictest if r in regions), "none")
+    declared = {_declaration(node, around.forwards) for node in callers}
     inner = replace(
         around,
         region=region,
         in_functorch=any(in_functorch[node] for node in callers),
-        declared=all(d is not None and d.cast_inputs is None for d in declared),
+        function=declared.pop() if len(declared) == 1 else None,
     )
     body = _captured(gm, inner, {node.name: "input" for node in gm.graph.find_nodes(op="placeholder")})
     if not _writes_inputs(gm) or not any(_hands_memory_twice(node) for node in callers):
@@ -195,13 +204,14 @@ def _body(
     return replace(body, pinned=MappingProxyType({node.name: reason for node in gm.graph.nodes} | dict(body.pinned)))
 
 
-def _declaration(caller: fx.Node) -> custom_function.Declared | None:
-    """What the autograd.Function behind `autograd_function_apply` declares about autocast; None for all other operations."""
-    if name_of(caller) != "higher_order::autograd_function_apply":
+def _declaration(caller: fx.Node, among: Sequence[Forward]) -> Declared | None:
+    """What the autograd.Function behind `autograd_function_apply` declares about autocast, if one can tell; None for all other
+    operations."""
+    if name_of(caller) != AUTOGRAD_FUNCTION or not among:
         return None
     forward, *_ = graph.bodies(caller).values()
-    frames = [f for node in forward.graph.nodes for f in _FRAME.finditer(node.meta.get("stack_trace") or "")]
-    return custom_function.declared_at((f["file"], int(f["line"])) for f in frames)
+    found = custom_function.declared_at((place for node in forward.graph.nodes for place in _places(node)), among)
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def _hands_memory_twice(caller: fx.Node) -> bool:
@@ -249,7 +259,10 @@ def canonical(name: str) -> str:
 
 def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[str, Facts]]:
     indices = mode_indices(nodes)
-    within = regions(nodes, around.region, _region_of_custom_bwd(nodes) if around.declared else None)
+    enters = around.function is not None and around.function.cast_inputs is None
+    within = regions(nodes, around.region, _region_of_custom_bwd(nodes) if enters else None)
+    functions = [node for node in nodes if within[node] == "none" and _casts_its_inputs(node, around)]
+    within |= dict[fx.Node, Region].fromkeys(functions, "function")
     for node in nodes:
         where, code = source_line(node)
         yield node.name, Facts(
@@ -261,6 +274,13 @@ def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[st
             mode_index=indices[node],
             classes=_classes(node),
         )
+
+
+def _casts_its_inputs(node: fx.Node, around: _Surroundings) -> bool:
+    """Is it, without gradients, part of a Function in whose forward autocast is off? Dynamo leaves no other trace of one."""
+    if around.function is not None or not around.forwards:
+        return False
+    return any(d.cast_inputs is not None for d in custom_function.declared_at(_places(node), around.forwards))
 
 
 def regions(
@@ -326,6 +346,16 @@ def _module_path(node: fx.Node) -> str:
 def _classes(node: fx.Node) -> tuple[str, ...]:
     owners = [owner for _, owner in (node.meta.get("nn_module_stack") or {}).values()]
     return tuple(o if isinstance(o, str) else f"{o.__module__}.{o.__qualname__}" for o in owners)
+
+
+def _places(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """The (file, line)s of the user's code that a node comes from, outermost first."""
+    return _places_in(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=1024)
+def _places_in(trace: str) -> tuple[tuple[str, int], ...]:
+    return tuple((frame["file"], int(frame["line"])) for frame in _FRAME.finditer(trace))
 
 
 def source_line(node: fx.Node) -> tuple[str, str]:

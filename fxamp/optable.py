@@ -291,7 +291,7 @@ class Inside(enum.Enum):
     REWRITTEN = "rewritten"
     """Each is planned like a graph of its own, whose inputs and outputs have their traced dtypes."""
     DECLARED = "declared"
-    """Rewritten where the program declares, with `torch.amp.custom_fwd` and `custom_bwd`, that autocast may enter."""
+    """Rewritten where the program declares, with `torch.amp.custom_fwd` and `custom_bwd`, what autocast does there."""
     TRACED = "traced"
     """Nothing in them changes."""
 

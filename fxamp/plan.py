@@ -16,7 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import capture, errors, formats, graph, guards, legal, optable, registered, widening
+from fxamp import as_given, capture, errors, formats, graph, guards, legal, optable, registered, widening
+from fxamp.as_given import Given
 from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
@@ -125,9 +126,11 @@ def _plan(
 ) -> Plan:
     """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
     low = torch.float32 if note else formats.STORAGE[variant]
+    functions, reasons = ({}, {}) if note else _functions(captured, policy, variant)
+    notes = {path: note or reasons.get(path) or _barrier(captured, policy, path) or "" for path in captured.bodies}
     bodies = {
         # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
-        path: _plan(body, policy, variant, "traced", note or _barrier(captured, policy, path) or "", relaxed, calls)
+        path: functions.get(path) or _plan(body, policy, variant, "traced", notes[path], relaxed, calls)
         for path, body in captured.bodies.items()
     }
     made = _Planner(captured, policy, low, note, relaxed, calls).plan(variant, output_dtype)
@@ -143,9 +146,81 @@ def _barrier(captured: Captured, policy: Policy, path: str) -> str | None:
             return why
         name = (facts.op or "").removeprefix("higher_order::")
         inside, reason = optable.HIGHER_ORDER.get(name, (Inside.TRACED, "not listed"))
-        if inside is Inside.TRACED or (inside is Inside.DECLARED and not captured.bodies[path].declared):
+        if inside is Inside.TRACED or (inside is Inside.DECLARED and captured.bodies[path].function is None):
             return f"inside {name}: {reason}"
+        to = _cast_inputs(captured, path)
+        if inside is Inside.DECLARED and to is not None:
+            return f"inside {name}: custom_fwd casts its inputs to {formats.name(to)}"
     return None
+
+
+def _cast_inputs(captured: Captured, path: str) -> torch.dtype | None:
+    function = captured.bodies[path].function
+    return None if function is None else function.cast_inputs
+
+
+def _functions(captured: Captured, policy: Policy, variant: str) -> tuple[dict[str, Plan], dict[str, str]]:
+    """(the plans of forward and backward of autograd.Functions whose inputs autocast would cast down, by the attribute that
+    holds each; the reasons why others keep their traced dtypes)."""
+    plans, reasons = dict[str, Plan](), dict[str, str]()
+    callers = {node: None for nodes in captured.callers.values() for node in nodes}
+    for caller in callers if formats.STORAGE[variant] != TRACED else ():
+        facts, paths = captured.facts[caller.name], list(graph.bodies(caller))
+        to = _cast_inputs(captured, paths[0])
+        rule = policy.decide(facts.op, facts.module, facts.classes)
+        if to in (None, TRACED) or facts.region != "none" or (rule.rule is not None and rule.cls is not OpClass.LOW):
+            continue
+        made = as_given.function(caller, captured, TRACED)
+        if isinstance(made, str):
+            reasons |= dict.fromkeys(paths, f"inside an autograd.Function that casts its inputs to {formats.name(to)}: {made}")
+        else:
+            plans |= {
+                path: _plan_of_given(captured.bodies[path], given, variant, to)
+                for path, given in zip(paths, (made.forward, made.backward), strict=True)
+            }
+    return plans, reasons
+
+
+def _plan_of_given(captured: Captured, given: Given, variant: str, to: torch.dtype) -> Plan:
+    """The plan of a graph whose inputs are cast, and which is then run as it is."""
+    why = f"inside an autograd.Function: custom_fwd casts its inputs to {formats.name(to)}, and autocast is off"
+    decisions = {
+        node.name: Decision(
+            node=node.name,
+            op=captured.facts[node.name].op,
+            cls=_class_as_given(captured.facts[node.name].op, given, node),
+            operands=given.wanted(node),
+            computes="+".join(sorted({formats.name(t.dtype) for t in _floats_given(given, node)})) or "-",
+            result=None,
+            why=why,
+            facts=captured.facts[node.name],
+            value=given.values[node],
+        )
+        for node in captured.gm.graph.nodes
+        if node.op not in ("placeholder", "get_attr", "output")
+    }
+    outputs = tuple(
+        TRACED if x.name in decisions and _is_another(given.values[x], graph.value_of(x)) else None
+        for x in graph.operands(captured.gm.graph.output_node())
+    )
+    return Plan(variant=variant, low=to, decisions=MappingProxyType(decisions), outputs=outputs, note="")
+
+
+def _class_as_given(op: str | None, given: Given, node: fx.Node) -> OpClass:
+    """LOW for what the table would lower, and is given low values; else KEEP: nothing was decided."""
+    is_low = any(t.dtype not in (TRACED, torch.float64) for t in _floats_given(given, node))
+    return OpClass.LOW if is_low and optable.classify(op)[0] is OpClass.LOW else OpClass.KEEP
+
+
+def _floats_given(given: Given, node: fx.Node) -> list[torch.Tensor]:
+    tensors = [t for x in graph.operands(node) for t in graph.tensors_of(given.values[x])]
+    return [t for t in tensors if t.is_floating_point()]
+
+
+def _is_another(value: Any, traced: Any) -> bool:
+    """Has it another format than the traced value?"""
+    pairs = zip(graph.tensors_of(value), graph.tensors_of(traced), strict=True)
+    return any(new.dtype != old.dtype for new, old in pairs)
 
 
 class _Planner:
@@ -330,6 +405,8 @@ class _Planner:
             return "has no fp32 operand"
         if facts.region == "opted_out":
             return "inside autocast(enabled=False)"
+        if facts.region == "function":
+            return "inside an autograd.Function whose custom_fwd casts its inputs: autocast is off"
         if facts.region == "users":
             return "inside an autocast region of the user's own, which PyTorch casts"
         if node.kwargs.get("out") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -20,7 +21,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fxamp
-from fxamp import capture, custom_function, graph, legal, optable, passes, plan, rewrite
+from fxamp import capture, custom_function, graph, legal, optable, passes, plan, rewrite, testing
 from fxamp.policy import Policy
 from tests.programs import Fn, graph_of, planned, pull, relative_error
 
@@ -349,10 +350,233 @@ def test_forward_and_backward_of_a_function_are_rewritten_together_or_not_at_all
 
 
 def test_a_declaration_is_found_by_its_line():
-    forward = inspect.unwrap(DeclaredProduct.forward).__code__
-    frames = [("elsewhere.py", 1), (forward.co_filename, forward.co_firstlineno + 2)]
-    assert custom_function.declared_at(frames) == custom_function.Declared(None)
-    high = inspect.unwrap(HighProduct.forward).__code__
-    assert custom_function.declared_at([(high.co_filename, high.co_firstlineno)]) == custom_function.Declared(torch.float32)
-    plain = Product.forward.__code__
-    assert custom_function.declared_at([(plain.co_filename, plain.co_firstlineno)]) is None
+    on_cpu, on_cuda = custom_function.forwards("cpu"), custom_function.forwards("cuda")
+
+    def declared(function, among=on_cpu, line: int = 2):
+        code = inspect.unwrap(function.forward).__code__
+        return custom_function.declared_at([("elsewhere.py", 1), (code.co_filename, code.co_firstlineno + line)], among)
+
+    assert declared(DeclaredProduct) == {custom_function.Declared("cpu", None)}
+    assert declared(HighProduct) == {custom_function.Declared("cpu", torch.float32)}
+    assert declared(Product) == set()
+    assert declared(HighProduct, on_cuda) == set()  # it speaks of the autocast of another device
+    assert declared(HighProduct, line=-5) == set()
+
+
+# ---- autograd.Function whose inputs are cast -------------------------------------------------------------------------------
+def low_forward(ctx, x, w):
+    """Keeps what it was given and what it made of it, and writes to memory of its own; its sum, which autocast would widen, is
+    low."""
+    y = torch.tanh(x @ w)
+    scaled = y.clone()
+    scaled.mul_(3.0)
+    ctx.save_for_backward(x, w, y)
+    return scaled + 1, y.sum(-1)
+
+
+def low_backward(ctx, g, h):
+    x, w, y = ctx.saved_tensors
+    g = g * 3 + h[:, None]
+    g = g * (1 - y * y)
+    return g @ w.mT, x.mT @ g
+
+
+class Bf16Function(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, x, w):
+        return low_forward(ctx, x, w)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        return low_backward(ctx, g, h)
+
+
+class Fp16Function(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+    def forward(ctx, x, w):
+        return low_forward(ctx, x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g, h):
+        return low_backward(ctx, g, h)
+
+
+class Fp32Function(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, w):
+        return low_forward(ctx, x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g, h):
+        return low_backward(ctx, g, h)
+
+
+class CudaFunction(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.bfloat16)
+    def forward(ctx, x, w):
+        return low_forward(ctx, x, w)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, g, h):
+        return low_backward(ctx, g, h)
+
+
+def one_of_two(cast_inputs: torch.dtype):
+    """Classes that the same lines make: which of them a graph came from cannot be told."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, w):
+            return low_forward(ctx, x, w)
+
+        @staticmethod
+        def backward(ctx, g, h):
+            return low_backward(ctx, g, h)
+
+    return Function
+
+
+def of_function(function, region, compiler=lambda fn: fn) -> list[torch.Tensor]:
+    leaves = [x8.clone().requires_grad_(), w.clone().requires_grad_()]
+    torch._dynamo.reset()
+    run = compiler(function.apply)
+    with region:
+        outputs = run(*leaves)
+    pull([y.float() for y in outputs])
+    assert all(x.grad is not None for x in leaves)
+    return [*(y.detach().float() for y in outputs), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def compiling(amp):
+    return lambda fn: torch.compile(lambda *leaves: fn(*leaves), backend=amp)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("function", "cast_inputs"), [(Bf16Function, "bf16"), (Fp16Function, "fp16"), (Fp32Function, "fp32")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_inputs_are_cast_and_autocast_is_off_inside(function, cast_inputs: str, precision: str):
+    amp = fxamp.Amp(precision=precision, lower="aot_eager", scaling=None)
+    got = of_function(function, contextlib.nullcontext(), compiling(amp))
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    want = of_function(function, torch.autocast("cpu", dtype=low))
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+    exact = of_function(function, contextlib.nullcontext())
+    assert torch.equal(got[0], exact[0]) == (cast_inputs == "fp32")
+    plans = amp.graphs[0].variants[precision].plan.bodies.values()
+    assert {d.computes for p in plans for d in p.decisions.values()} == {cast_inputs, "-"}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_a_rewritten_function_holds_to():
+    captured, made = planned(lambda x: Bf16Function.apply(x, w)[0], x8.clone().requires_grad_())
+    gm = graph.clone(captured.gm)
+    passes.run(gm, rewrite.passes_for(captured, made), legal.checker(legal.REWRITTEN, captured.gm))
+    testing.check_invariants(captured, gm, Policy())
+
+
+class Masked(torch.autograd.Function):
+    """Nobody can tell from the graph whether the mask was an argument, which autocast casts, or read from elsewhere."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, x, mask):
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+
+class WritesItsInput(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, x):
+        x.view(-1).mul_(2.0)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class AsksForFp32(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx, x):
+        return x @ torch.ones(8, 8, dtype=x.dtype)  # traced as float32
+
+    @staticmethod
+    def backward(ctx, g):
+        return g @ torch.ones(8, 8, dtype=g.dtype)
+
+
+def written_afterwards(x):
+    y = Bf16Function.apply(x, w)[0]
+    y.add_(1.0)
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x: Masked.apply(x, x8.cos()), "without a gradient"),
+        (lambda x: WritesItsInput.apply(x * 2), "writes to an input"),
+        (AsksForFp32.apply, "would be given bf16 and fp32"),
+        (written_afterwards, "written in place"),
+    ],
+)
+def test_a_function_that_would_be_another_program_keeps_its_formats(fn, reason: str):
+    leaf = x8.clone().requires_grad_()
+    _, made = planned(lambda x: fn(x), leaf)
+    assert made.bodies
+    assert all(reason in body.note for body in made.bodies.values())
+    twin = x8.clone().requires_grad_()
+    torch._dynamo.reset()
+    got = torch.compile(lambda x: fn(x), backend=fxamp.Amp(precision="bf16", lower="aot_eager"))(leaf)
+    want = fn(twin)
+    pull(got)
+    pull(want)
+    assert leaf.grad is not None
+    assert twin.grad is not None
+    assert torch.equal(got, want)
+    assert torch.equal(leaf.grad, twin.grad)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_policy_and_regions_go_before_a_declaration():
+    function = Bf16Function
+    leaf = x8.clone().requires_grad_()
+
+    def opted_out(x):
+        with torch.autocast("cpu", enabled=False):
+            return function.apply(x, w)[0]
+
+    assert planned(opted_out, leaf)[1].num_low_ops == 0
+    kept = {"op:higher_order::autograd_function_apply": "keep"}
+    assert planned(lambda x: function.apply(x, w)[0], leaf, policy=kept)[1].num_low_ops == 0
+    assert planned(lambda x: CudaFunction.apply(x, w)[0], leaf)[1].num_low_ops == 0
+    either = [one_of_two(dtype) for dtype in (torch.bfloat16, torch.float32)]
+    assert planned(lambda x: either[0].apply(x, w)[0], leaf)[1].num_low_ops == 0
+    assert planned(lambda x: function.apply(x, w)[0], leaf, variant="fp32")[1].num_low_ops == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("function", [Fp32Function, Bf16Function])
+def test_without_gradients_autocast_is_off_in_its_forward_too(function):
+    """Dynamo puts the forward into the graph then, and no more than its lines tell what it was."""
+    with torch.no_grad():
+        _, made = planned(lambda x: function.apply(x @ w, w)[0], x8)
+    computes = [d.computes for d in made.decisions.values() if d.op == "matmul"]
+    assert computes == ["bf16", "fp32"]

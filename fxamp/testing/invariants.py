@@ -71,7 +71,9 @@ def check_invariants(
         check(state)
     for path, body in captured.bodies.items():
         inner = replace(state, captured=body, rewritten=graph.body(rewritten, path), output_dtype="low")
-        for check in (observable_dtypes, allowed_formats, non_floats, no_redundant_casts):
+        casts_inputs = body.function is not None and body.function.cast_inputs is not None
+        of_policy = () if casts_inputs else (observable_dtypes, allowed_formats)  # else the program itself decides inside
+        for check in (*of_policy, non_floats, no_redundant_casts):
             check(inner)
 
 

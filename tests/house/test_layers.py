@@ -31,6 +31,7 @@ LEVELS = MappingProxyType(
         "widening": 3,
         "instances": 3,
         "calls": 3,
+        "as_given": 3,
         "capture": 3,
         "destination": 3,
         "registered": 3,
