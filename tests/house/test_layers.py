@@ -24,6 +24,7 @@ LEVELS = MappingProxyType(
         "_patches": 1,
         "scaling": 1,
         "scheduler": 1,
+        "directional": 1,
         "policy": 2,
         "graph": 2,
         "options": 3,
