@@ -46,7 +46,18 @@ HIDDEN_ROUNDING: Final = Repair(
     delete_when="tests/test_numerics.py::test_inductor_still_drops_rounding fails",
 )
 
-REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING)
+EARLY_BACKWARD: Final = Repair(
+    name="early-backward",
+    symptom="backward(retain_graph=True) raises where the backward was compiled together with the forward",
+    cause="such a backward writes into what was saved for it; with donated_buffer=False, which forbids that, the check at run "
+    "time takes `bw_donated_idxs`, then None, for a list with something in it",
+    link="https://github.com/pytorch/pytorch/blob/main/torch/_functorch/_aot_autograd/runtime_wrappers.py (bw_donated_idxs)",
+    versions="seen on 2.11 to 2.13",
+    repair="where fxamp has the backward compiled early, for each precision of a ladder, the list is made empty",
+    delete_when="tests/test_variants.py::test_upstream_still_wrong fails",
+)
+
+REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING, EARLY_BACKWARD)
 
 
 def roundings_need_an_op() -> bool:

@@ -7,8 +7,9 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import fx
@@ -18,15 +19,21 @@ from fxamp.capture import Captured
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.report import Report
-from fxamp.joint.record import JointRecord
+from fxamp.ladder import Assignment, Ladder
 from fxamp.options import Options
+from fxamp.passes import Change, Pass
 from fxamp.plan import Plan
+from fxamp.policy import Policy
 from fxamp.run import cuda_graphs, skipping, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
 from fxamp.run.health import Finding
 from fxamp.run.scaler import Scaler
 from fxamp.run.schedule import SteppedSchedule
+from fxamp.run.variants import Precisions
+
+if TYPE_CHECKING:  # Inductor takes a second to import; only compiling needs it
+    from fxamp.lower import Program
 
 Compiled = Callable[..., Any]
 __version__: Final = "0.1.0.dev0"
@@ -52,9 +59,14 @@ class Amp:
         self._graphs: list[GraphRecord] = []
         self._notes: list[str] = []
         self._num_fallbacks = 0
-        config = scaling.resolve(self.options.scaling, self.options.precision)
+        self._precisions: Final = Precisions(self.options.rungs)
+        config = scaling.resolve(self.options.scaling, self._precisions.ladder)
         self._scaler = None if config is None else Scaler(
-            config, self.options.process_group, self._note, has_shares=self.options.stats == "full"
+            config,
+            self.options.process_group,
+            self._note,
+            self._precisions.raise_all,
+            has_shares=self.options.stats == "full",
         )
         transforms.refuse_around(self)
         self._warned_of_idle_rules = False
@@ -92,47 +104,45 @@ class Amp:
         normal = graph.clone(gm)
         normalized = passes.run(normal, rewrite.normalize(options.relaxed), legal.checker(legal.REWRITTEN, gm))
         captured = capture.take(normal, example_inputs)
-        instances.check(options.policy, (facts.module for facts in captured.everywhere))
-        precision, notes = _precision_on(captured.device, options.precision)
-        output_dtype, note_of_outputs = _output_dtype(gm, options)
-        made = plan.plan(captured, options.policy, variant=precision, output_dtype=output_dtype, relaxed=options.relaxed)
-        if made.note:
-            self._note(made.note)
-        notes += tuple(filter(None, (made.note, note_of_outputs)))
-
-        rewritten = graph.clone(captured.gm)
-        check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
-        steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed)
-        changes = passes.run(rewritten, steps, check)
-
-        replay = cuda_graphs.decide(
-            options.cuda_graphs,
-            options.mode,
-            device=captured.device,
-            trains=captured.trains,
-            fresh_outputs=captured.fresh_outputs,
-        )
-        keeps_roundings = captured.narrows and options.numerics == "eager"
-        if keeps_roundings:
-            notes += ("the program holds floats narrower than fp32: Inductor is asked to keep their roundings",)
+        modules = {facts.module for facts in captured.everywhere}
+        ladder = self._precisions.structure
+        for policy in (options.policy, Policy(rules=ladder.rules)):
+            instances.check(policy, modules)
         scaler = self._scaler if captured.trains else None
-        run, joint_record = _lower(
-            rewritten, example_inputs, captured, made, options, replay, keeps_roundings, scaler
-        )
-        shown = graph.forget_inputs(graph.clone(gm) if any(change.edits for change in normalized) else captured.gm)
-        record = VariantRecord(
-            precision=precision,
-            shown=shown,
+        shared = _Shared(
             captured=captured,
-            plan=made,
-            dynamo=graph.forget_inputs(rewritten),
-            changes=(*normalized, *changes),
-            joint_record=joint_record,
-            notes=(*notes, str(replay)),
+            shown=graph.forget_inputs(graph.clone(gm) if any(change.edits for change in normalized) else captured.gm),
+            normalized=normalized,
+            example_inputs=example_inputs,
+            options=options,
+            ladder=ladder,
+            num_variants=len(assignments := ladder.assignments(modules)),
+            replay=cuda_graphs.decide(
+                options.cuda_graphs,
+                options.mode,
+                device=captured.device,
+                trains=captured.trains,
+                fresh_outputs=captured.fresh_outputs,
+            ),
+            scaler=scaler,
+            probed=None if scaler is None else _probed(captured, scaler),
+            outputs=_output_dtype(gm, options),
         )
+        variants: dict[str, VariantRecord] = {}
+        programs: dict[Assignment, Compiled] = {}
+        for assignment in assignments:
+            record, program = _variant(assignment, shared)
+            if record.plan.note:
+                self._note(record.plan.note)
+            variants[record.precision if len(assignments) == 1 else str(assignment)] = record
+            programs[assignment] = transforms.guarded(program.run)
         graph.forget_inputs(captured.gm)
-        self._keep(GraphRecord(index=len(self._graphs), captured=shown, trains=captured.trains, variants={precision: record}))
-        return run
+        self._keep(
+            GraphRecord(index=len(self._graphs), captured=shared.shown, trains=captured.trains, variants=variants)
+        )
+        run, copies = self._precisions.around(programs, trains=captured.trains), shared.replay.copies
+        run = cuda_graphs.copying(run, copies) if copies else run
+        return run if scaler is None or shared.probed is None else scaler.around(run, shared.probed, captured.device)
 
     def _keep(self, record: GraphRecord) -> None:
         self._graphs.append(record)
@@ -190,6 +200,23 @@ class Amp:
             )
         if self._scaler is not None:
             self._scaler.attach(optimizer, route)
+        self._precisions.end_steps_of(optimizer)
+
+    def set_precision(self, precision: str, *, region: str | None = None) -> None:
+        """Runs in another precision of the ladder, from the next step on, in all graphs together. It compiles nothing.
+
+        A step ends with that of an attached optimizer; where none is, the next call of a graph is the first to change. A
+        forward and its backward always have the same precision.
+
+        Args: region: a name, or the glob, of `regions=`; "model" is what none of them holds; None means all.
+        Raises: UnknownOption for a precision that is not on the ladder, and for a region that does not exist.
+        """
+        self._precisions.set(precision, region)
+
+    @property
+    def precisions(self) -> Mapping[str, str]:
+        """Region -> the precision that it runs in now, as `ladder` or `precision` call it."""
+        return self._precisions.current()
 
     @property
     def loss_scale(self) -> torch.Tensor:
@@ -278,48 +305,95 @@ def _output_dtype(gm: fx.GraphModule, options: Options) -> tuple[Literal["traced
     return "traced", f"output_dtype='low' is for what leaves the compiled program; these outputs are read inside it: {reason}"
 
 
-def _lower(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    captured: Captured,
-    made: Plan,
-    options: Options,
-    replay: CudaGraphs,
-    keeps_roundings: bool,
-    scaler: Scaler | None,
-) -> tuple[Compiled, JointRecord]:
+@dataclass(frozen=True, kw_only=True)
+class _Shared:
+    """What the variants of one graph have in common."""
+
+    captured: Captured
+    shown: fx.GraphModule
+    normalized: Sequence[Change]
+    example_inputs: Sequence[Any]
+    options: Options
+    ladder: Ladder
+    num_variants: int
+    replay: CudaGraphs
+    scaler: Scaler | None
+    probed: ProbedGraph | None
+    outputs: tuple[Literal["traced", "low"], str]
+    """The formats that outputs leave in, and a note if they are not those asked for."""
+    programs: dict[str, Program] = field(default_factory=dict)
+    """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
+
+    @property
+    def keeps_roundings(self) -> bool:
+        return self.captured.narrows and self.options.numerics == "eager"
+
+
+def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Program]:
+    """One graph in one assignment of precisions: plan, rewrite, joint passes, program."""
+    captured, options = shared.captured, shared.options
+    resolved = {rung: _precision_on(captured.device, rung) for rung in shared.ladder.rungs}
+    lowest, parts = shared.ladder.parts(assignment, {rung: precision for rung, (precision, _) in resolved.items()})
+    output_dtype, note_of_outputs = shared.outputs
+    made = plan.plan(
+        captured, options.policy, variant=lowest, parts=parts, output_dtype=output_dtype, relaxed=options.relaxed
+    )
+    rewritten = graph.clone(captured.gm)
+    check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
+    steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed)
+    changes = passes.run(rewritten, steps, check)
+    program = _lower(rewritten, made, shared)
+    notes = [note for rung in dict.fromkeys(dict(assignment.precisions).values()) for note in resolved[rung][1]]
+    notes += filter(None, (made.note, note_of_outputs))
+    if shared.keeps_roundings:
+        notes.append("the program holds floats narrower than fp32: Inductor is asked to keep their roundings")
+    record = VariantRecord(
+        precision=str(assignment) if parts else lowest,
+        shown=shared.shown,
+        captured=captured,
+        plan=made,
+        dynamo=graph.forget_inputs(rewritten),
+        changes=(*shared.normalized, *changes),
+        joint_record=program.record,
+        notes=(*notes, str(shared.replay)),
+    )
+    return record, program
+
+
+def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
+    """The program of a rewritten graph."""
     from fxamp import joint, lower  # Inductor takes a second to import; only compiling needs it
 
+    captured, options, probed = shared.captured, shared.options, shared.probed
+    examples = shared.example_inputs
+    scaling: tuple[Pass, ...] = ()
+    if shared.scaler is not None and probed is not None:
+        gm = graph.clone(gm)  # people look at the one without these inputs
+        scale, probe = shared.scaler.inputs(probed, captured.device)
+        first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
+        examples = [*examples, *graph.like_examples((scale, probe), examples)]
+        scaling = joint.scaling(
+            scale=first,
+            probe=first + 1,
+            slots=probed.positions,
+            shares=probed.has_shares,
+            statistics=captured.running_statistics,
+        )
     settings = lower.Settings(
         lower=options.lower,
         mode=options.mode,
-        cuda_graphs=replay.on,
+        cuda_graphs=shared.replay.on,
         require_cuda_graphs=options.cuda_graphs == "require",
-        keeps_roundings=keeps_roundings,
+        keeps_roundings=shared.keeps_roundings,
         tf32=made.variant == "tf32",
+        compiles_backward=shared.num_variants > 1,
         relaxed=joint.relaxed(options.relaxed, made.low),
+        scaling=scaling,
     )
-    probed = None if scaler is None else _probed(captured, scaler)
-    if scaler is not None and probed is not None:
-        gm = graph.clone(gm)  # people look at the one without these inputs
-        scale, probe = scaler.inputs(probed, captured.device)
-        first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
-        example_inputs = [*example_inputs, *graph.like_examples((scale, probe), example_inputs)]
-        settings = dataclasses.replace(
-            settings,
-            scaling=joint.scaling(
-                scale=first,
-                probe=first + 1,
-                slots=probed.positions,
-                shares=probed.has_shares,
-                statistics=captured.running_statistics,
-            ),
-        )
-    program = lower.lower(gm, example_inputs, settings, _digest(captured, made, settings))
-    run = cuda_graphs.copying(program.run, replay.copies) if replay.copies else program.run
-    if scaler is not None and probed is not None:
-        run = scaler.around(run, probed, captured.device)
-    return transforms.guarded(run), program.record
+    digest = _digest(captured, made, settings)
+    if digest not in shared.programs:
+        shared.programs[digest] = lower.lower(gm, examples, settings, digest)
+    return shared.programs[digest]
 
 
 def _probed(captured: Captured, scaler: Scaler) -> ProbedGraph:

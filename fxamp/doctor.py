@@ -123,7 +123,7 @@ def _remark(precision: str) -> str:
         options = Options(precision=precision)
     except errors.NotYet:
         return "; not in this version of fxamp"
-    is_scaled = scaling.resolve(options.scaling, precision) is not None
+    is_scaled = scaling.resolve(options.scaling, (precision,)) is not None
     return "; gradients are scaled: call amp.attach(optimizer)" if is_scaled else ""
 
 

@@ -32,6 +32,10 @@ class RuleOutOfReach(InvalidOption):
     which does not know where it stands."""
 
 
+class TooManyVariants(InvalidOption):
+    """The regions of a graph can have more combinations of precisions than anybody would want to compile."""
+
+
 class NotYet(FxampError, NotImplementedError):
     """A documented option whose implementation has not landed in this version."""
 

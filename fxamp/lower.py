@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -13,6 +14,7 @@ import torch._inductor
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention import sdpa_kernel
@@ -43,6 +45,8 @@ class Settings:
     """Passes that change numerics and were asked for."""
     scaling: tuple[Pass, ...] = ()
     """Passes of `joint.scaling`, where gradients are scaled."""
+    compiles_backward: bool = False
+    """Is the backward compiled now, rather than when the first one runs?"""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -75,10 +79,19 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
 ) -> Compiled:
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
-    with functorch_config.patch(backward_pass_autocast="off"):
+    early = _early_backward() if settings.compiles_backward else contextlib.nullcontext()
+    with functorch_config.patch(backward_pass_autocast="off"), early:
         if settings.lower == "aot_eager":
             return _aot_eager(gm, example_inputs, steps)
         return _inductor(gm, example_inputs, settings, steps, digest)
+
+
+@contextlib.contextmanager
+def _early_backward() -> Generator[None]:
+    """Compiles the backward with the forward, such that it may be run twice: `_patches.EARLY_BACKWARD`."""
+    nothing = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+    with functorch_config.patch(force_non_lazy_backward_lowering=True), nothing:
+        yield
 
 
 def _check_runs_eagerly(gm: fx.GraphModule) -> None:

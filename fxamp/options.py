@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from fxamp import errors, formats, scaling
+from fxamp.ladder import Ladder
 from fxamp.policy import Policy
 from fxamp.scaling import DynamicScale, StaticScale
 
@@ -32,14 +33,15 @@ class Options:
     """The lowest precision: "auto", "fp32", "tf32", "bf16", "fp16", "fp8". "auto" is bf16 where the device computes it in
     hardware, else fp32; decided per graph, and reported."""
     ladder: tuple[str, ...] | None = None
-    """All precisions that may be switched between, low to high. Not yet."""
+    """All precisions that may be switched between, low to high: ("fp16", "fp32"). Each graph is compiled in all of them; the
+    run begins in the first. See `Amp.set_precision`."""
     policy: Policy = field(default_factory=Policy)
     """Operation, module path, module class or region -> precision. Given as a preset ("autocast", "conservative",
     "matmul_only", "pure"), a `Policy`, the path of a TOML file, or a mapping such as {"softmax": "bf16", "layers.0.*": "fp32",
     "class:RMSNorm": "fp32", "region:early": "fp32", "mylib::*": "low"}."""
     regions: Mapping[str, str] | None = None
-    """Named parts of the model, for rules "region:NAME": name -> module path glob. Regions that change precision on their own,
-    without a rule, not yet."""
+    """Named parts of the model: name -> module path glob. With a rule "region:NAME" the rule speaks of the part; without one,
+    and with a ladder, the part changes its precision on its own."""
     scheduler: object | None = None
     """Any object with `decide(signal, state)`. Not yet."""
     scaling: str | float | DynamicScale | StaticScale | None = "auto"
@@ -79,6 +81,15 @@ class Options:
         object.__setattr__(self, "relaxed", (self.relaxed,) if isinstance(self.relaxed, str) else tuple(self.relaxed))
         _check_choices(self)
         _check_landed(self)
+        _check_regions(self)
+
+    @property
+    def rungs(self) -> Ladder:
+        """The precisions that a run changes between, one if there is no ladder, and the regions that change on their own."""
+        ruled = {rule.pattern for rule in self.policy.rules if rule.kind == "region"}
+        if self.ladder is None:
+            return Ladder(rungs=(self.precision,))
+        return Ladder(rungs=tuple(self.ladder), regions=tuple(r for r in self.policy.regions if r[0] not in ruled))
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -136,7 +147,17 @@ def _check_choices(options: Options) -> None:
     known = options.scaling in ("auto", "dynamic", None)
     if not (known or isinstance(options.scaling, (float, DynamicScale, StaticScale))):
         raise errors.unknown("scaling", options.scaling, ("auto", "dynamic", "None", "a float", "a DynamicScale"))
-    if options.lower == "eager" and scaling.resolve(options.scaling, options.precision) is not None:
+    if options.ladder is not None and (isinstance(options.ladder, str) or len(options.ladder) < 2):
+        raise errors.InvalidOption(
+            f"ladder={options.ladder!r} has nothing to switch between",
+            way_out="Name two precisions or more, the lowest first: ladder=('fp16', 'fp32')",
+        )
+    at_floor = options.scaling.at_floor if isinstance(options.scaling, DynamicScale) else None
+    if at_floor == "raise precision" and options.ladder is None:
+        raise errors.InvalidOption(
+            "at_floor='raise precision', and there is no higher precision", way_out="Give a ladder=('fp16', 'fp32')"
+        )
+    if options.lower == "eager" and scaling.resolve(options.scaling, options.rungs.rungs) is not None:
         raise errors.InvalidOption(
             "gradients are scaled in the joint graph, and lower='eager' has none",
             way_out="Use lower='inductor' or 'aot_eager', or scaling=None",
@@ -154,10 +175,9 @@ def _check_choices(options: Options) -> None:
 
 
 def _check_landed(options: Options) -> None:
-    if options.precision == "fp8":
+    if options.precision == "fp8" or "fp8" in (options.ladder or ()):
         raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
     landed: dict[str, tuple[object, str]] = {
-        "ladder": (None, "Give one precision"),
         "scheduler": (None, "Give one precision"),
         "on_overflow": ("skip", "Leave it out"),
     }
@@ -166,11 +186,15 @@ def _check_landed(options: Options) -> None:
             raise errors.not_yet(name, getattr(options, name), instead)
     if options.stats == "overflow":
         raise errors.not_yet("stats", "overflow", "Leave it out: Amp.health() names the gradients that overflowed")
+
+
+def _check_regions(options: Options) -> None:
+    """A region is for something: a rule, or a ladder. Raises: InvalidOption, and as `Ladder`."""
     ruled = {rule.pattern for rule in options.policy.rules if rule.kind == "region"}
-    for name in options.regions or {}:
-        if name not in ruled:
-            raise errors.not_yet(
-                "regions",
-                options.regions,
-                f"Regions change no precision on their own: add a rule, policy={{'region:{name}': 'fp32'}}",
-            )
+    idle = [name for name in options.regions or {} if name not in ruled]
+    if not idle or options.rungs.regions:
+        return
+    raise errors.InvalidOption(
+        f"region {idle[0]!r} has neither a rule nor a ladder to climb",
+        way_out=f"Add a rule, policy={{'region:{idle[0]}': 'fp32'}}, or a ladder=('fp16', 'fp32') that it climbs on its own",
+    )

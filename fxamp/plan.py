@@ -21,7 +21,7 @@ from fxamp.as_given import Given
 from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
 from fxamp.optable import Inside, OpClass
-from fxamp.policy import Policy
+from fxamp.policy import Policy, Rule
 
 TRACED: Final = torch.float32
 """The one traced dtype that fxamp lowers. Values that the user made narrower or wider stay as they are."""
@@ -71,7 +71,7 @@ class Plan:
 
     def digest(self) -> str:
         """A key of everything in the plan that changes the rewritten graph, for caches; equal across processes."""
-        text = repr([self.variant, str(self.low), self.outputs])
+        text = repr(self.outputs)
         text += "".join(
             f"{d.node}|{d.op}|{d.operands}|{d.result}|{d.widened_early}|{sorted(d.saturated)};"
             for d in self.decisions.values()
@@ -100,40 +100,42 @@ def plan(
     policy: Policy,
     *,
     variant: str,
+    parts: tuple[tuple[str, str], ...] = (),
     output_dtype: Literal["traced", "low"] = "traced",
     relaxed: tuple[str, ...] = (),
 ) -> Plan:
     """Decides the format of every value of a graph for one precision.
 
-    Args: variant is a key of `formats.STORAGE`; output_dtype="low" lets outputs leave as they are computed; of `relaxed`,
-    "low_residual" is decided here, before autograd, so that the gradient of a low residual stream is low too.
+    Args: variant is a key of `formats.STORAGE`; `parts`, (module path glob, another such key), of which the last that matches
+    decides, let parts of the model run in other precisions; output_dtype="low" lets outputs leave as they are computed; of
+    `relaxed`, "low_residual" is decided here, before autograd, so that the gradient of a low residual stream is low too.
     """
     calls = Calls(checked=legal.wants_full_check())
     if captured.ambient is not None:
         note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
-        return _plan(captured, Policy(), variant, output_dtype, note, (), calls)
-    return _plan(captured, policy, variant, output_dtype, "", relaxed, calls)
+        return _plan(captured, Policy(), variant, (), output_dtype, note, (), calls)
+    return _plan(captured, policy, variant, parts, output_dtype, "", relaxed, calls)
 
 
 def _plan(
     captured: Captured,
     policy: Policy,
     variant: str,
+    parts: tuple[tuple[str, str], ...],
     output_dtype: str,
     note: str,
     relaxed: tuple[str, ...],
     calls: Calls,
 ) -> Plan:
     """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
-    low = torch.float32 if note else formats.STORAGE[variant]
-    functions, reasons = ({}, {}) if note else _functions(captured, policy, variant)
+    functions, reasons = ({}, {}) if note else _functions(captured, policy, variant, parts)
     notes = {path: note or reasons.get(path) or _barrier(captured, policy, path) or "" for path in captured.bodies}
     bodies = {
         # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
-        path: functions.get(path) or _plan(body, policy, variant, "traced", notes[path], relaxed, calls)
+        path: functions.get(path) or _plan(body, policy, variant, parts, "traced", notes[path], relaxed, calls)
         for path, body in captured.bodies.items()
     }
-    made = _Planner(captured, policy, low, note, relaxed, calls).plan(variant, output_dtype)
+    made = _Planner(captured, policy, variant, parts, note, relaxed, calls).plan(output_dtype)
     return replace(made, bodies=MappingProxyType(bodies))
 
 
@@ -159,13 +161,23 @@ def _cast_inputs(captured: Captured, path: str) -> torch.dtype | None:
     return None if function is None else function.cast_inputs
 
 
-def _functions(captured: Captured, policy: Policy, variant: str) -> tuple[dict[str, Plan], dict[str, str]]:
+def _low_in(module: str, variant: str, parts: tuple[tuple[str, str], ...]) -> torch.dtype:
+    """The low format of the part that holds a module."""
+    rules = ((Rule(kind="module", pattern=glob, precision="low"), precision) for glob, precision in reversed(parts))
+    return formats.STORAGE[next((precision for rule, precision in rules if rule.matches("", module)), variant)]
+
+
+def _functions(
+    captured: Captured, policy: Policy, variant: str, parts: tuple[tuple[str, str], ...]
+) -> tuple[dict[str, Plan], dict[str, str]]:
     """(the plans of forward and backward of autograd.Functions whose inputs autocast would cast down, by the attribute that
     holds each; the reasons why others keep their traced dtypes)."""
     plans, reasons = dict[str, Plan](), dict[str, str]()
     callers = {node: None for nodes in captured.callers.values() for node in nodes}
-    for caller in callers if formats.STORAGE[variant] != TRACED else ():
+    for caller in callers:
         facts, paths = captured.facts[caller.name], list(graph.bodies(caller))
+        if _low_in(facts.module, variant, parts) == TRACED:
+            continue
         to = _cast_inputs(captured, paths[0])
         rule = policy.decide(facts.op, facts.module, facts.classes)
         if to in (None, TRACED) or facts.region != "none" or (rule.rule is not None and rule.cls is not OpClass.LOW):
@@ -230,13 +242,17 @@ class _Planner:
         self,
         captured: Captured,
         policy: Policy,
-        low: torch.dtype,
+        variant: str,
+        parts: tuple[tuple[str, str], ...],
         note: str,
         relaxed: tuple[str, ...],
         calls: Calls,
     ) -> None:
-        self.captured, self.policy, self.low, self.note, self.relaxed = captured, policy, low, note, relaxed
+        self.variant, self.low = variant, TRACED if note else formats.STORAGE[variant]
+        self.captured, self.policy, self.note, self.relaxed = captured, policy, note, relaxed
         self.calls = calls
+        self.parts = parts
+        self.low_of: dict[str, torch.dtype] = {}
         self.position = {node: i for i, node in enumerate(captured.gm.graph.nodes)}
         self.nodes = {node.name: node for node in captured.gm.graph.nodes}
         self.ops = {node: captured.facts[node.name].op for node in captured.gm.graph.nodes}
@@ -245,7 +261,7 @@ class _Planner:
         self.floats: dict[fx.Node, list[torch.Tensor]] = {}
         self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
-    def plan(self, variant: str, output_dtype: str) -> Plan:
+    def plan(self, output_dtype: str) -> Plan:
         decisions: dict[str, Decision] = {}
         outputs: tuple[torch.dtype | None, ...] = ()
         for node in self.captured.gm.graph.nodes:
@@ -270,7 +286,7 @@ class _Planner:
         for node in self._early(decisions):
             decisions[node.name] = self._widened(decisions[node.name])
         return Plan(
-            variant=variant,
+            variant=self.variant,
             low=self.low,
             decisions=MappingProxyType(decisions),
             outputs=outputs,
@@ -286,13 +302,16 @@ class _Planner:
     def _decide(self, node: fx.Node) -> Decision:
         facts = self.captured.facts[node.name]
         cls, precision, why, rule = self.policy.decide(facts.op, facts.module, facts.classes)
-        low = self.low if precision is None else formats.STORAGE[precision]
-        if rule is None and cls is OpClass.KEEP and self.low != TRACED and not self.note:
-            declared = registered.cast_inputs(node, self.captured.device, self.low)
+        own = self._low_in(facts.module)
+        low = own if precision is None else formats.STORAGE[precision]
+        if rule is None and cls is OpClass.KEEP and own != TRACED and not self.note:
+            declared = registered.cast_inputs(node, self.captured.device, own)
             if declared is not None:
                 cls, low = (OpClass.HIGH if declared == TRACED else OpClass.LOW), declared
                 why = f"register_autocast: {formats.name(declared)}"
         operands = list(graph.operands(node))
+        if precision is None and cls in _FOLLOWING and self._is_foreign(operands, own):
+            cls, why = OpClass.HIGH, f"{why}; its part runs in {formats.name(own)}, and follows nothing else"
         if facts.op in optable.METADATA:
             return self._keep(node, facts, "reads the shape alone", casts=False)
         if facts.op not in optable.TABLE and graph.bodies(node):
@@ -371,7 +390,7 @@ class _Planner:
 
     def _may_be_widened(self, node: fx.Node, decision: Decision) -> bool:
         """Does it take its format from operands that are all low, and hand it on to a result that nobody writes?"""
-        if decision.cls not in (OpClass.FOLLOW, OpClass.WIDEST) or decision.op not in optable.IN_EITHER_FORMAT:
+        if decision.cls not in _FOLLOWING or decision.op not in optable.IN_EITHER_FORMAT:
             return False
         if node.name in self.captured.pinned:
             return False
@@ -537,6 +556,19 @@ class _Planner:
         return self.converted[key]
 
     # ---- questions ----------------------------------------------------------------------------------------------------
+    def _low_in(self, module: str) -> torch.dtype:
+        if self.note or not self.parts:
+            return self.low
+        if module not in self.low_of:
+            self.low_of[module] = _low_in(module, self.variant, self.parts)
+        return self.low_of[module]
+
+    def _is_foreign(self, operands: list[fx.Node], own: torch.dtype) -> bool:
+        """Would it follow what another part has lowered, or may a relaxed pass lower what its part does not?"""
+        if not self.parts:
+            return False
+        return own == TRACED or any(self._lowered(x) and not self._has(x, own) for x in operands)
+
     def _floats(self, node: fx.Node) -> list[torch.Tensor]:
         """The tensors of a node's current value that were traced in fp32."""
         return self.floats[node]
@@ -581,6 +613,9 @@ class _Planner:
         if not self._lowered(node):
             return None
         return None if output_dtype == "low" else TRACED
+
+
+_FOLLOWING: Final = (OpClass.FOLLOW, OpClass.WIDEST)
 
 
 # ---- helpers without state ----------------------------------------------------------------------------------------------

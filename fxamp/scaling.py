@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -58,8 +59,6 @@ class DynamicScale:
             _require(steps >= 1 and steps == int(steps), f"{name}={steps!r}", "It has to be a whole number from 1 on")
         if self.at_floor not in FLOOR_ACTIONS:
             raise errors.unknown("at_floor", self.at_floor, FLOOR_ACTIONS)
-        if self.at_floor == "raise precision":
-            raise errors.not_yet("at_floor", self.at_floor, "Use 'warn' or 'raise'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +82,10 @@ def _require(holds: bool, what: str, way_out: str) -> None:
         raise errors.InvalidOption(f"loss scaling with {what}", way_out=way_out)
 
 
-def resolve(scaling: str | float | Scaling | None, precision: str) -> Scaling | None:
-    """What `Amp(scaling=...)` means for a precision; None: gradients are not scaled."""
+def resolve(scaling: str | float | Scaling | None, precisions: Collection[str]) -> Scaling | None:
+    """What `Amp(scaling=...)` means where these precisions occur; None: gradients are not scaled."""
     if scaling == "auto":
-        return DynamicScale() if precision == "fp16" else None
+        return DynamicScale() if "fp16" in precisions else None
     if scaling == "dynamic":
         return DynamicScale()
     if isinstance(scaling, float):

@@ -458,7 +458,8 @@ def test_regions_are_names_for_modules():
     [
         ({"policy": {"region:earl": "fp32"}, "regions": {"early": "a"}}, errors.UnknownOption, "Did you mean 'early'?"),
         ({"policy": {"region:early": "fp32"}}, errors.UnknownOption, "say regions={name: glob}"),
-        ({"regions": {"early": "a"}}, errors.NotYet, "add a rule, policy={'region:early': 'fp32'}"),
+        ({"regions": {"early": "a"}}, errors.InvalidOption,
+         "'early' has neither a rule nor a ladder to climb. Add a rule, policy={'region:early': 'fp32'}"),
         ({"regions": ("early",)}, errors.InvalidOption, "Write regions={'early': 'layers.[0-3]'}"),
         ({"regions": {"a": "x"}, "policy": Policy.parse("autocast; a:=y; region:a=low")}, errors.InvalidOption,
          "region 'a' is 'y' in the policy and 'x' in regions=. Define it in one place"),

@@ -36,10 +36,12 @@ class Scaler:
     got gradients have stepped, the scale moves.
     """
 
-    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None], *, has_shares: bool = False) -> None:
+    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None], raise_precision: Callable[[], bool], *,
+        has_shares: bool = False,
+    ) -> None:
         self.config: Final = config
         self._has_shares = has_shares
-        self._group, self._warn = group, warn
+        self._group, self._warn, self._raise_precision = group, warn, raise_precision
         self._graph_ids = itertools.count()
         self._flags: dict[torch.device, Flags] = {}
         self._loss_scale: LossScale | None = None
@@ -259,6 +261,9 @@ class Scaler:
         assert isinstance(self.config, DynamicScale)
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
         way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
+        if self.config.at_floor == "raise precision" and self._raise_precision():
+            self._warn(f"{what}: the next higher precision takes over")
+            return
         if self.config.at_floor == "raise":
             raise errors.ScaleAtFloor(what, way_out=way_out)
         if not self._told_of_floor:

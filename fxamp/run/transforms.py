@@ -81,16 +81,18 @@ def _compiling() -> Iterator[object]:
 
 def guarded(run: Callable[..., Any]) -> Callable[..., Any]:
     """A compiled graph that raises SecondOrder where it would be differentiated twice, or in forward mode."""
+    is_watched = False
 
     def call(*args: Any) -> Any:
+        nonlocal is_watched
         if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in args):
             raise errors.SecondOrder(
                 "forward-mode AD goes through a compiled graph, which drops the tangents",
                 way_out="Leave the function uncompiled, or compile torch.func.jvp of it as a whole",
             )
         outputs = run(*args)
-        if torch.is_grad_enabled():
-            _watch(outputs)
+        if not is_watched and torch.is_grad_enabled():
+            is_watched = _watch(outputs)
         return outputs
 
     return call
@@ -100,26 +102,41 @@ def _has_tangent(value: object) -> bool:
     return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def _watch(outputs: Any) -> None:
-    """Puts a hook on the backward of a compiled graph. It is one node of autograd's, whatever the number of outputs."""
+def _watch(outputs: Any) -> bool:
+    """Lets the backward of a compiled graph look at what it hands out. It is one autograd.Function of AOTAutograd's, made when
+    the graph was compiled: so once is enough. False: the outputs have no history, this time."""
     for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):  # Dynamo's graphs return them flat
         node = output.grad_fn if isinstance(output, torch.Tensor) else None
         if node is not None and node.name() == "CompiledFunctionBackward":
-            node.register_hook(functools.partial(_after_backward, weakref.ref(node)))  # a node that held itself would leak
-            return
+            function = type(node)._forward_cls  # pyright: ignore[reportAttributeAccessIssue]
+            function.backward = staticmethod(_watching(function.backward))
+            return True
+    return False
 
 
-def _after_backward(node: weakref.ref[Node], grad_inputs: tuple[torch.Tensor | None, ...], _: object) -> None:
+def _watching(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function, whose first argument is its node."""
+
+    @functools.wraps(backward)
+    def call(node: Node, *grad_outputs: Any) -> Any:
+        grad_inputs = backward(node, *grad_outputs)
+        if torch.is_grad_enabled():  # create_graph=True
+            _check_history(node, grad_inputs if isinstance(grad_inputs, tuple) else (grad_inputs,))
+        return grad_inputs
+
+    return call
+
+
+def _check_history(node: Node, grad_inputs: tuple[torch.Tensor | None, ...]) -> None:
     """With create_graph=True, gradients have a history, which begins with the node that cannot be differentiated.
 
     Where what was saved for the backward are intermediates alone, that history leads nowhere: second derivatives would come
     out as zeros (`torch.autograd.functional.hessian`), so there the error comes at once.
     """
     first = next((g.grad_fn for g in grad_inputs if g is not None and g.grad_fn is not None), None)
-    forward = node()
-    if not torch.is_grad_enabled() or first is None or forward is None:
+    if first is None:
         return
-    wanted = {source for source, _ in forward.next_functions if source is not None}
+    wanted = {source for source, _ in node.next_functions if source is not None}
     if not wanted & _reachable(first):
         _refuse_second_order(None)
     first.register_prehook(_refuse_second_order)

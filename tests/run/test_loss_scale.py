@@ -167,10 +167,8 @@ def test_numbers_without_a_meaning_say_so(fields: dict[str, float], text: str):
     assert str(caught.value) == f"ERROR[InvalidOption]: loss scaling with {text}"
 
 
-def test_what_does_not_exist_or_has_not_landed_says_so():
+def test_what_does_not_exist_says_so():
     with pytest.raises(errors.UnknownOption, match="Did you mean 'raise'"):
         DynamicScale(at_floor="rais")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(errors.NotYet, match="raise precision"):
-        DynamicScale(at_floor="raise precision")
     with pytest.raises(errors.InvalidOption, match="positive and finite"):
         StaticScale(value=math.inf)

@@ -1,0 +1,114 @@
+"""Which program of a graph runs: one for each precision, all compiled beforehand, chosen by an assignment on the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch.optim import Optimizer
+
+from fxamp.ladder import Assignment, Ladder
+
+Compiled = Callable[..., Any]
+
+
+class Switch:
+    """The programs of one graph. `run` is the one whose turn it is."""
+
+    def __init__(self, programs: Mapping[Assignment, Compiled], current: Mapping[str, str]) -> None:
+        self._programs = {assignment.precisions: program for assignment, program in programs.items()}
+        self._regions = [region for region, _ in next(iter(self._programs))]
+        self.turn(current)
+
+    def turn(self, current: Mapping[str, str]) -> None:
+        """Chooses the program for these precisions, by region."""
+        self.run: Compiled = self._programs[tuple((region, current[region]) for region in self._regions)]
+
+
+class Precisions:
+    """The precision of every region, now and from the next step on.
+
+    All graphs change together, between two steps. A step begins with the first graph that is called for training, and ends
+    with the step of an attached optimizer; where none is attached nobody knows, and a change comes at once. A backward is
+    always that of its own forward: it belongs to the program that ran.
+    """
+
+    def __init__(self, ladder: Ladder) -> None:
+        self.structure: Final = ladder
+        self._current = dict.fromkeys(ladder.names, ladder.rungs[0])
+        self._wanted = dict(self._current)
+        self._switches: weakref.WeakSet[Switch] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_under_way = False
+        self.num_swaps = 0
+        """Changes that came into effect."""
+
+    @property
+    def ladder(self) -> tuple[str, ...]:
+        """All precisions, low to high."""
+        return self.structure.rungs
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The names of what changes on its own; the first is that of everything outside of named regions."""
+        return self.structure.names
+
+    def current(self) -> Mapping[str, str]:
+        """Region -> the precision that runs now."""
+        return dict(self._current)
+
+    def set(self, precision: str, region: str | None = None) -> None:
+        """From the next step on. Raises: UnknownOption for a precision off the ladder, or a region that does not exist."""
+        self.structure.check(precision)
+        for name in self.structure.named(region):
+            self._wanted[name] = precision
+        if not (self._optimizers and self._is_under_way):
+            self._swap()
+
+    def raise_all(self) -> bool:
+        """One rung up, everywhere. False: all of them are at the top already."""
+        before = dict(self._wanted)
+        for name, precision in before.items():
+            self.set(self.structure.above(precision), name)
+        return self._wanted != before
+
+    # ---- steps ----------------------------------------------------------------------------------------------------------
+    def end_steps_of(self, optimizer: Optimizer) -> None:
+        """From now on, what was asked for meanwhile comes into effect when the optimizer has stepped."""
+        if len(self.ladder) == 1 or optimizer in self._optimizers:
+            return
+        self._optimizers.add(optimizer)
+        this = weakref.ref(self)
+
+        def end(*_: Any) -> None:
+            known = this()
+            if known is not None:
+                known._is_under_way = False
+                known._swap()
+
+        optimizer.register_step_post_hook(end)
+
+    def _swap(self) -> None:
+        if self._wanted == self._current:
+            return
+        self._current = dict(self._wanted)
+        self.num_swaps += 1
+        for switch in self._switches:
+            switch.turn(self._current)
+
+    # ---- graphs ---------------------------------------------------------------------------------------------------------
+    def around(self, programs: Mapping[Assignment, Compiled], *, trains: bool) -> Compiled:
+        """A graph that runs the program of its current precisions."""
+        if len(programs) == 1:
+            return next(iter(programs.values()))
+        switch = Switch(programs, self._current)
+        self._switches.add(switch)
+        if not trains:
+            return lambda *args: switch.run(*args)
+
+        def call(*args: Any) -> Any:
+            self._is_under_way = True
+            return switch.run(*args)
+
+        return call
