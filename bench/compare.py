@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from bench.rows import CeilingsRow, Dispatch, Machine, Measurement, PassTime, Row
+from bench.rows import CeilingsRow, Dispatch, Machine, Measurement, PassTime, Row, ScheduledRun
 from bench.systems import ANCHOR, CONTROL, REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -58,6 +58,8 @@ class Results:
     pass_times: tuple[PassTime, ...]
     """By number of nodes."""
     dispatches: tuple[Dispatch, ...]
+    scheduled: tuple[ScheduledRun, ...] = ()
+    """In the order in which workloads, systems and seeds first appeared."""
 
 
 def results_of(rows: Iterable[Row]) -> list[Results]:
@@ -73,6 +75,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
     ceilings: CeilingsRow | None = None
     pass_times: dict[int, PassTime] = {}
     dispatches: dict[str, Dispatch] = {}
+    scheduled: dict[tuple[str, str, int], ScheduledRun] = {}
     for row in group:
         match row:
             case Measurement():
@@ -83,6 +86,8 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
                 pass_times[row.num_dynamo_nodes] = row
             case Dispatch():
                 dispatches[row.what] = row
+            case ScheduledRun():
+                scheduled[row.workload, row.system, row.seed] = row
     return Results(
         machine=machine,
         protocol=protocol,
@@ -90,6 +95,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
         ceilings=ceilings,
         pass_times=tuple(pass_times[n] for n in sorted(pass_times)),
         dispatches=tuple(dispatches.values()),
+        scheduled=tuple(scheduled.values()),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from bench import compare, rows
 from bench.compare import Defeat, Ratio, Results
-from bench.rows import Measurement
+from bench.rows import Measurement, ScheduledRun
 from bench.systems import ANCHOR, REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -98,7 +98,7 @@ def page(all_results: Sequence[Results], causes: Causes) -> str:
         parts += _defeats(results, causes)
         for workload in _plain_workloads(results):
             parts += _workload(results, workload)
-        parts += _not_measured(results) + _scaling(results)
+        parts += _not_measured(results) + _scaling(results) + _scheduled(results)
     return "\n".join([*parts, "## How it is measured", "", HOW])
 
 
@@ -494,6 +494,76 @@ def _swept(m: Measurement | None, on: Mapping[str, Measurement], on_gpu: bool) -
     if m is None or time_ms is None or ANCHOR not in on:
         return ""
     return _ratio(compare.ratio(m, on[ANCHOR])) + (f", {_ms(time_ms)}" if on_gpu else "")
+
+
+# ---- precision that changes while training ----------------------------------------------------------------------------
+AIM: Final = """\
+The aim: at least half of the interruptions of `low` gone, at most 20 % of the steps high, and the held-out loss within
+1 % of that of `high`, or below."""
+
+
+def _scheduled(results: Results) -> list[str]:
+    lines: list[str] = []
+    for workload in dict.fromkeys(row.workload for row in results.scheduled):
+        of = {
+            name: {row.seed: row for row in results.scheduled if (row.workload, row.system) == (workload, name)}
+            for name in dict.fromkeys(row.system for row in results.scheduled if row.workload == workload)
+        }
+        lines += [*_scheduled_origin(workload, of), ""]
+        columns = ["system", "high where", "interruptions", "spared", "steps high", "held-out loss", "over `high`", "changes", "time", "aim"]
+        lines += _table_head(columns)
+        lines += [_line(_scheduled_row(name, of)) for name in of]
+        lines.append("")
+    return ["### Precision that changes while training", "", AIM, "", *lines] if lines else []
+
+
+def _scheduled_origin(workload: str, of: Mapping[str, Mapping[int, ScheduledRun]]) -> list[str]:
+    """What was trained, with what, how often."""
+    all_rows = [row for by_seed in of.values() for row in by_seed.values()]
+    runs = {row.run.id: row.run for row in all_rows}.values()
+    versions = dict.fromkeys(", ".join(f"{name} {v}" for name, v in sorted(run.versions.items())) for run in runs)
+    sources = dict.fromkeys(f"{run.fxamp_source}, {run.date}" for run in runs)
+    num_seeds = len({row.seed for row in all_rows})
+    return [
+        f"{workload}. {num_seeds} seeds of {all_rows[0].num_steps} steps.",
+        "",
+        f"- versions: {'; '.join(versions)}; fxamp source {'; '.join(sources)}",
+        *(f"- command: `{command}`" for command in dict.fromkeys(run.command for run in runs)),
+        "- interruptions: steps that were skipped, or whose loss was inf or NaN, over all seeds. Held-out loss: median over "
+        "seeds; over `high`: median over seeds of the quotient with the same seed, with its quartiles. changes: of the "
+        "precision, per training. time: of a step over that of `low`, same seed; fp16 is emulated on a CPU.",
+    ]
+
+
+def _scheduled_row(name: str, of: Mapping[str, Mapping[int, ScheduledRun]]) -> list[str]:
+    by_seed = of[name]
+    rows_here = list(by_seed.values())
+    steps = sum(row.num_steps for row in rows_here)
+    stops, share = sum(row.num_interruptions for row in rows_here), sum(row.num_high_steps for row in rows_here) / steps
+    spared = over = time_ratio = None
+    if "low" in of:
+        both = [(row, of["low"][seed]) for seed, row in by_seed.items() if seed in of["low"]]
+        in_low = sum(low.num_interruptions for _, low in both)
+        spared = 1 - stops / in_low if in_low else None
+        time_ratio = statistics.median(row.step_ms / low.step_ms for row, low in both) if both else None
+    if "high" in of:
+        pairs = [(row, of["high"][seed]) for seed, row in by_seed.items() if seed in of["high"]]
+        ratios = sorted(row.heldout_loss / high.heldout_loss for row, high in pairs)
+        over = statistics.median(ratios), ratios[len(ratios) // 4], ratios[(3 * len(ratios)) // 4] if pairs else None
+    is_judged = name not in ("low", "high") and spared is not None and over is not None
+    reached = is_judged and spared >= 0.5 and share <= 0.2 and over[0] <= 1.01
+    return [
+        f"`{name}`",
+        rows_here[0].system_about,
+        str(stops),
+        "" if spared is None or name == "low" else f"{spared:.0%}",
+        f"{share:.1%}",
+        f"{statistics.median(row.heldout_loss for row in rows_here):.3f}",
+        "" if over is None or name == "high" else f"{over[0]:.3f} [{over[1]:.3f}..{over[2]:.3f}]",
+        f"{statistics.fmean(row.num_changes for row in rows_here):.1f}",
+        "" if time_ratio is None else f"{time_ratio:.2f}",
+        ("yes" if reached else "no") if is_judged else "",
+    ]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -170,10 +170,33 @@ class Dispatch:
     kind: Literal["dispatch"] = "dispatch"
 
 
-Row = Measurement | CeilingsRow | PassTime | Dispatch
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRun:
+    """One training of `bench.scheduler`."""
+
+    run: Run
+    workload: str
+    system: str
+    system_about: str
+    """What makes its precision go up."""
+    seed: int
+    num_steps: int
+    num_interruptions: int
+    """Steps that were skipped, or whose loss was inf or NaN."""
+    num_high_steps: int
+    num_changes: int
+    """Of the precision."""
+    heldout_loss: float
+    """In nats per byte, computed in fp32."""
+    step_ms: float
+    """Median."""
+    kind: Literal["scheduled_run"] = "scheduled_run"
 
 
-_KINDS: Final[tuple[type[Row], ...]] = (Measurement, CeilingsRow, PassTime, Dispatch)
+Row = Measurement | CeilingsRow | PassTime | Dispatch | ScheduledRun
+
+
+_KINDS: Final[tuple[type[Row], ...]] = (Measurement, CeilingsRow, PassTime, Dispatch, ScheduledRun)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
