@@ -1,9 +1,10 @@
 """python -m bench.scheduler: does a scheduler spare a training in fp16 its interruptions? With which signal?
 
-A recurrent network with ReLUs, started as the identity (Le, Jaitly, Hinton 2015), learns the bytes of the standard library by SGD with a
-learning rate at the edge: whatever its recurrent weights do to a state, they do it to the power of the context's length, so that
-activations and gradients leave fp16 in the forward and in the backward, for many steps in a row. In fp32, gradients that
-are clipped bring it back. The learning rate is restarted once, and now and then some batches are noise.
+A recurrent network with ReLUs, started as the identity (Le, Jaitly, Hinton 2015), learns the bytes of the standard
+library by SGD with a learning rate at the edge: whatever its recurrent weights do to a state, they do it to the power of
+the context's length, so that activations and gradients leave fp16 in the forward and in the backward, for many steps in
+a row. In fp32, gradients that are clipped bring it back. The learning rate is restarted, and now and then some batches
+are noise.
 
 Every system starts from the same weights, sees the same batches and is judged in fp32. All of them skip steps whose
 gradients are not finite.
@@ -48,13 +49,13 @@ OFF: Final = 1e30
 class Workload:
     """All that a training depends on but precision and seed. Chosen so that fp32 gets through, and fp16 alone does not."""
 
-    num_steps: int = 400
+    num_steps: int = 300
     width: int = 32
-    num_context_bytes: int = 24
+    num_context_bytes: int = 16
     batch_size: int = 8
-    learning_rate: float = 0.8
+    learning_rate: float = 3.0
     num_warm_up_steps: int = 10
-    restart_steps: int = 200
+    restart_steps: int = 100
     """Steps of a cosine, at whose end the learning rate begins anew."""
     max_norm: float = 1.0
     """Gradients are clipped to it."""
@@ -69,8 +70,8 @@ class Workload:
     def about(self) -> str:
         return (
             f"ReLU network, {self.width} wide, {self.num_context_bytes} bytes of context, batch {self.batch_size}, SGD with "
-            f"learning rate {self.learning_rate:g} and momentum, restarted after {self.restart_steps} of {self.num_steps} steps, "
-            f"gradients clipped to {self.max_norm:g}, a tenth of the later batches noise; loss scale growing every "
+            f"learning rate {self.learning_rate:g} and momentum, restarted every {self.restart_steps} steps, gradients "
+            f"clipped to {self.max_norm:g}, a tenth of the later batches noise; loss scale growing every "
             f"{self.growth_interval_steps} steps"
         )
 

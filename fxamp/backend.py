@@ -27,13 +27,14 @@ from fxamp.policy import Policy
 from fxamp.run import cuda_graphs, skipping, transforms
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
-from fxamp.run.health import Finding
+from fxamp.run.health import NUM_OBSERVED, Finding, loss_spikes
 from fxamp.run.scaler import Scaler
 from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.variants import Precisions
 
 if TYPE_CHECKING:  # Inductor takes a second to import; only compiling needs it
     from fxamp.lower import Program
+    from fxamp.run.history import History
 
 Compiled = Callable[..., Any]
 __version__: Final = "0.1.0.dev0"
@@ -67,6 +68,14 @@ class Amp:
             self._note,
             self._precisions.raise_all,
             has_shares=self.options.stats == "full",
+        )
+        from fxamp.run.observer import Observer  # `import fxamp` stays light
+
+        self._observer = Observer(
+            self.options.scheduler,
+            self._precisions,
+            signs=None if self._scaler is None else self._scaler.signs,
+            group=self.options.process_group,
         )
         transforms.refuse_around(self)
         self._warned_of_idle_rules = False
@@ -181,6 +190,7 @@ class Amp:
             rules=rules,
             scaling=() if self._scaler is None else self._scaler.read_summary(),
             num_fallbacks=self._num_fallbacks,
+            scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
 
     # ---- training -------------------------------------------------------------------------------------------------------
@@ -218,6 +228,29 @@ class Amp:
         """Region -> the precision that it runs in now, as `ladder` or `precision` call it."""
         return self._precisions.current()
 
+    def observe(self, loss: torch.Tensor | float, *, curvature: torch.Tensor | float | None = None) -> None:
+        """Tells the scheduler the loss of a step. Call it once a step, behind it; it decides the precision of later ones.
+
+        Without a scheduler, losses go into `history` and `health()`, and that is all. With `torch.distributed` initialised all
+        ranks have to call it: they decide by the mean of their losses.
+
+        The loss travels in the background and is looked at `lag_steps` (8) steps later, on every device, so that runs repeat;
+        the only wait is for the step that is so far back.
+
+        Args:
+            loss: one floating-point number of any dtype and device; a copy is taken.
+            curvature: measured by `fxamp.directional_curvature`; the scheduler then looks at it, until another one comes, in
+                place of what the losses say.
+        Raises: InvalidOption for what is no single number.
+        """
+        self._observer.observe(loss, curvature)
+
+    @property
+    def history(self) -> History:
+        """What was observed, and what the scheduler changed: `.steps`, `.changes`, `.as_csv()`, `.as_json()`, `.plot(path)`.
+        Waits for nothing; the newest steps are still on their way."""
+        return self._observer.history
+
     @property
     def loss_scale(self) -> torch.Tensor:
         """The loss scale, fp32 [], on the device of the first graph or optimizer. A copy; nothing waits.
@@ -240,13 +273,15 @@ class Amp:
         return int(self.skipped_steps)
 
     def health(self) -> tuple[Finding, ...]:
-        """What ails the run: explosion, underflow, oscillation, a scale at its floor; and skips that are calibration. Empty:
-        nothing is known. Waits for the device.
+        """What ails the run: loss spikes, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
+        and skips that are calibration. Empty: nothing is known. Waits for the device.
 
-        Known are the last 256 updates of the scale and which gradients overflowed; with stats="full" also which share of each
-        gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
+        Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="full" also which
+        share of each gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
         """
-        return self._scaling.read_health()
+        steps = self.history.steps
+        spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:]])
+        return spikes if steps and self._scaler is None else (*spikes, *self._scaling.read_health())
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """A learning-rate scheduler of torch's, whose `step()` does nothing after an optimizer step that was left out.
@@ -259,16 +294,28 @@ class Amp:
         return self._scaling.when_stepped(schedule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as Python numbers: {"scaling": ...}, empty without scaling. Waits for the device."""
-        return {} if self._scaler is None else {"scaling": self._scaler.state_dict()}
+        """What a resumed run needs, as plain Python: {"scaling": ..., "scheduler": ...}, without what there is not. Waits
+        for the device."""
+        state: dict[str, Any] = {} if self._scaler is None else {"scaling": self._scaler.state_dict()}
+        return state if self.options.scheduler is None else state | {"scheduler": self._observer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict()`, or from the state of a `torch.amp.GradScaler`.
 
-        Raises: InvalidOption for a state that is neither; NeedsScaling where gradients are not scaled, and the state's are.
+        A scheduler about which the state says nothing goes on as it is.
+        Raises: InvalidOption for a state that is neither, or is of a run with a scheduler where there is none; NeedsScaling
+        where gradients are not scaled, and the state's are.
         """
-        if state or self._scaler is not None:
-            self._scaling.load_state_dict(state.get("scaling", state))
+        rest = {name: part for name, part in state.items() if name != "scheduler"}
+        if len(rest) < len(state) and self.options.scheduler is None:
+            raise errors.InvalidOption(
+                f"the state is of a run with a scheduler, and {self} has none",
+                way_out='Give scheduler=..., or leave "scheduler" out of the state',
+            )
+        if rest or self._scaler is not None:
+            self._scaling.load_state_dict(rest.get("scaling", rest))
+        if len(rest) < len(state):
+            self._observer.load_state_dict(state["scheduler"])
 
     @property
     def _scaling(self) -> Scaler:
@@ -277,6 +324,12 @@ class Amp:
                 f"{self} scales no gradients", way_out="precision='fp16' does, and scaling='dynamic' in any precision"
             )
         return self._scaler
+
+
+def _text_of(precision: Mapping[str, str]) -> str:
+    """"fp16", or "model fp16, head fp32" where regions differ."""
+    different = set(precision.values())
+    return different.pop() if len(different) == 1 else ", ".join(f"{name} {p}" for name, p in precision.items())
 
 
 _USERS_TO_SOLVE: Final = (errors.CudaGraphsUnavailable, errors.RuleOutOfReach, errors.CannotScale)

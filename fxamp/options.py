@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fxamp import errors, formats, scaling
 from fxamp.ladder import Ladder
 from fxamp.policy import Policy
 from fxamp.scaling import DynamicScale, StaticScale
+
+if TYPE_CHECKING:  # `import fxamp` stays light
+    from fxamp.scheduler import Scheduler
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Inductor's modes, as torch.compile documents them."""
@@ -42,8 +45,9 @@ class Options:
     regions: Mapping[str, str] | None = None
     """Named parts of the model: name -> module path glob. With a rule "region:NAME" the rule speaks of the part; without one,
     and with a ladder, the part changes its precision on its own."""
-    scheduler: object | None = None
-    """Any object with `decide(signal, state)`. Not yet."""
+    scheduler: Scheduler | None = None
+    """What changes the precision by what `Amp.observe` is told: a `CurvatureScheduler`, a `FixedSchedule`, or any object with
+    `decide(signal, state)`. Without a ladder that is (precision, "fp32")."""
     scaling: str | float | DynamicScale | StaticScale | None = "auto"
     """Loss scaling: "auto" is "dynamic" where a precision is fp16, else None. "dynamic" is `DynamicScale()`, a float a scale
     that stays. None with fp16 trains without protection, and is the user's explicit choice."""
@@ -87,9 +91,10 @@ class Options:
     def rungs(self) -> Ladder:
         """The precisions that a run changes between, one if there is no ladder, and the regions that change on their own."""
         ruled = {rule.pattern for rule in self.policy.rules if rule.kind == "region"}
-        if self.ladder is None:
+        if self.ladder is None and self.scheduler is None:
             return Ladder(rungs=(self.precision,))
-        return Ladder(rungs=tuple(self.ladder), regions=tuple(r for r in self.policy.regions if r[0] not in ruled))
+        rungs = (self.precision, "bf16" if self.precision == "fp8" else "fp32") if self.ladder is None else tuple(self.ladder)
+        return Ladder(rungs=rungs, regions=tuple(r for r in self.policy.regions if r[0] not in ruled))
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -152,8 +157,9 @@ def _check_choices(options: Options) -> None:
             f"ladder={options.ladder!r} has nothing to switch between",
             way_out="Name two precisions or more, the lowest first: ladder=('fp16', 'fp32')",
         )
+    _check_scheduler(options)
     at_floor = options.scaling.at_floor if isinstance(options.scaling, DynamicScale) else None
-    if at_floor == "raise precision" and options.ladder is None:
+    if at_floor == "raise precision" and len(options.rungs.rungs) == 1:
         raise errors.InvalidOption(
             "at_floor='raise precision', and there is no higher precision", way_out="Give a ladder=('fp16', 'fp32')"
         )
@@ -174,16 +180,27 @@ def _check_choices(options: Options) -> None:
         )
 
 
+def _check_scheduler(options: Options) -> None:
+    scheduler: object = options.scheduler
+    if scheduler is None:
+        return
+    if isinstance(scheduler, type) or not callable(getattr(scheduler, "decide", None)):
+        raise errors.InvalidOption(
+            f"scheduler={scheduler!r} has no decide(signal, state)",
+            way_out="Give an object that has, such as fxamp.CurvatureScheduler()",
+        )
+    if options.ladder is None and options.precision == "fp32":
+        raise errors.InvalidOption(
+            "a scheduler has nothing to change between in precision='fp32'",
+            way_out="Give the lower precision, precision='bf16', or a ladder=('bf16', 'fp32')",
+        )
+
+
 def _check_landed(options: Options) -> None:
     if options.precision == "fp8" or "fp8" in (options.ladder or ()):
         raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
-    landed: dict[str, tuple[object, str]] = {
-        "scheduler": (None, "Give one precision"),
-        "on_overflow": ("skip", "Leave it out"),
-    }
-    for name, (value, instead) in landed.items():
-        if getattr(options, name) != value:
-            raise errors.not_yet(name, getattr(options, name), instead)
+    if options.on_overflow != "skip":
+        raise errors.not_yet("on_overflow", options.on_overflow, "Leave it out")
     if options.stats == "overflow":
         raise errors.not_yet("stats", "overflow", "Leave it out: Amp.health() names the gradients that overflowed")
 

@@ -13,9 +13,6 @@ from typing import Any, Final, Protocol
 
 from fxamp import errors
 
-LAG_STEPS: Final = 8
-"""A decision uses what was observed up to so many steps ago: as far as the host may run ahead of an accelerator."""
-
 NUM_LOSSES: Final = 256
 """Losses that a `Signal` remembers."""
 
@@ -143,7 +140,8 @@ class CurvatureScheduler:
     min_steps: int = 5
     """Finite losses before the curvature is judged at all. Until then only an inf or a NaN and gradients are."""
     dwell_steps: int = 32
-    lag_steps: int = LAG_STEPS
+    lag_steps: int = 8
+    """A decision uses what was observed so many steps ago and before: the host may run ahead of an accelerator as far."""
     overflow_rate_limit: float | None = 0.2
     """Of the recent updates: more than a scale that looks for its place needs. None: overflows do not count."""
     gradient_ratio_limit: float | None = 100.0

@@ -25,6 +25,10 @@ MAX_LEAKS: Final = 12
 """Places that a printed report shows. A model has hundreds of additions to its residual stream."""
 
 
+MAX_CHANGES: Final = 12
+"""Changes of precision that a printed report shows: the last ones."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """A summary of all graphs of an Amp. `print(report)` shows tables."""
@@ -37,6 +41,8 @@ class Report:
     """What became of each rule of the policy, in its order."""
     scaling: tuple[tuple[str, str], ...] = ()
     """(what, value) of the loss scale: the scale, skipped steps, how each optimizer skips, what health() finds."""
+    scheduling: tuple[tuple[str, str, str], ...] = ()
+    """(from which step on, precision, why) of each change of the scheduler's; `Amp.history` has the numbers."""
     num_fallbacks: int = 0
     """Graphs that were compiled untouched after a failure, with on_error="eager"."""
 
@@ -89,6 +95,8 @@ class Report:
                 console.print(_rule_table(self.rules))
             if self.scaling:
                 console.print(_scaling_table(self.scaling))
+            if self.scheduling:
+                console.print(_scheduling_table(self.scheduling))
             _print_notes(console, self.graphs)
         for note in self.notes:
             console.print(f"- {note}")
@@ -172,6 +180,19 @@ def _scaling_table(scaling: Sequence[tuple[str, str]]) -> Table:
     table = Table(title="loss scaling", title_justify="left", show_header=False)
     for what, value in scaling:
         table.add_row(what, value)
+    return table
+
+
+def _scheduling_table(changes: Sequence[tuple[str, str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="precision of the steps, as the scheduler changed it", title_justify="left")
+    for name in ("from step", "precision", "why"):
+        table.add_column(name, justify="right" if name == "from step" else "left", overflow="fold")
+    for change in changes[-MAX_CHANGES:]:
+        table.add_row(*change)
+    if len(changes) > MAX_CHANGES:
+        table.caption = f"and {len(changes) - MAX_CHANGES} changes before: amp.history.changes has them all"
     return table
 
 

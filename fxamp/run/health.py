@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fxamp.scaling import DynamicScale, Scaling
 
-Kind = Literal["calibration", "explosion", "underflow", "oscillation", "floor"]
+Kind = Literal["calibration", "explosion", "loss spike", "underflow", "oscillation", "floor"]
 
 SPIKE: Final = 100.0
 """A largest gradient this many times the median of those before it is a spike: twice what fp16 has above a gradient of 2^9."""
@@ -20,6 +21,15 @@ NUM_BEFORE_SPIKE: Final = 8
 NUM_JUMPS: Final = 4
 """Falls of the scale, among the updates on record, that are an oscillation. A scale in balance falls once in a growth
 interval, by default 2000 updates."""
+
+LOSS_SPIKE: Final = 10.0
+"""A loss so many of its usual steps, from one loss to the next, above the median of those before is a spike."""
+
+NUM_OBSERVED: Final = 256
+"""Losses that are looked through for spikes: the last ones."""
+
+NUM_BEFORE_LOSS_SPIKE: Final = 32
+"""Losses that the median and the usual step are of; a quarter of them have to be there."""
 
 SHARE_LOST: Final = 0.5
 """The share of a gradient's numbers below the smallest normal number that is called an underflow."""
@@ -115,6 +125,36 @@ def _explosion(settled: Sequence[Update], culprits: Mapping[str, int]) -> Findin
         what=f"the largest gradient jumped to {max(spikes.values()):.3g}, from a median of {_median(healthy):.3g}",
         evidence={"largest_by_update": spikes, "median": _median(healthy), "gradients": culprits},
         way_out="Clip gradients, warm the learning rate up, or look at the data of those steps (update -1 is the last one)",
+    )
+
+
+def loss_spikes(losses: Sequence[tuple[int, float]]) -> tuple[Finding, ...]:
+    """What losses alone show, (step, loss), oldest first: none or one finding. An inf or a NaN is a spike."""
+    calm: list[float] = []
+    spikes: dict[int, float] = {}
+    usual = math.nan
+    for step, loss in losses:
+        before = calm[-NUM_BEFORE_LOSS_SPIKE:]
+        if len(before) >= NUM_BEFORE_LOSS_SPIKE // 4:
+            usual, move = _median(before), _median([abs(b - a) for a, b in zip(before, before[1:], strict=False)])
+            if loss > usual + LOSS_SPIKE * max(move, 2.0**-20 * abs(usual)):
+                spikes[step] = loss
+                continue
+        if math.isfinite(loss):
+            calm.append(loss)
+        else:
+            spikes[step] = loss
+    if not spikes:
+        return ()
+    newest = max(spikes)
+    return (
+        Finding(
+            kind="loss spike",
+            what=f"the loss jumped in {len(spikes)} of the last {len(losses)} steps, in step {newest} to "
+            f"{spikes[newest]:.3g}, from a median of {usual:.3g}: gradients explode there, if the batch is like others",
+            evidence={"loss_by_step": spikes, "median": usual},
+            way_out="Clip gradients, warm the learning rate up, or look at the data of those steps",
+        ),
     )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +64,9 @@ class History:
 
     def as_csv(self) -> str:
         """A line for each step. A column `precision NAME` for each region; `reason`, where the precision changed."""
+        import csv  # here and below: `import fxamp` stays light
+        import io
+
         regions = list(dict.fromkeys(name for step in self.steps for name in step.precision))
         reasons = {change.step: change.reason for change in self.changes}
         out = io.StringIO()
@@ -79,6 +79,8 @@ class History:
 
     def as_json(self) -> str:
         """{"steps": [...], "changes": [...]}, with the fields of `Step` and `Change`. What is not finite is a text: "nan"."""
+        import json
+
         return json.dumps(_strict(asdict(self)), indent=1, allow_nan=False)
 
     def plot(self, path: str | Path | None = None) -> Figure:

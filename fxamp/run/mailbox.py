@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from fxamp.scheduler import LAG_STEPS
+LAG_STEPS: Final = 8
+"""How far the host may run ahead of an accelerator before it waits. Fixed, so that what is decided from the values repeats."""
 
 
 class Mailbox:

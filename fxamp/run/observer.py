@@ -7,38 +7,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fxamp import errors
 from fxamp.run.history import NUM_CHANGES, NUM_STEPS, Change, History, Step
-from fxamp.run.mailbox import Mailbox
-from fxamp.scheduler import LAG_STEPS, NUM_LOSSES, Gradients, Scheduler, Signal, curvature
+from fxamp.run.mailbox import LAG_STEPS, Mailbox
+from fxamp.run.variants import Precisions
+from fxamp.scheduler import NUM_LOSSES, Gradients, Scheduler, Signal, curvature
 
 NO_NUMBER: Final = -1.0
 """Stands for None in a message. No rate or ratio is negative."""
-
-
-class Precisions(Protocol):
-    """What an observer sets."""
-
-    @property
-    def ladder(self) -> tuple[str, ...]:
-        """Low to high."""
-        ...
-
-    @property
-    def regions(self) -> tuple[str, ...]: ...
-
-    def set(self, precision: str, region: str | None) -> None:
-        """From the next step on."""
-        ...
-
-    def current(self) -> Mapping[str, str]:
-        """Region -> precision."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +44,7 @@ class Observer:
         scheduler: Scheduler | None,
         precisions: Precisions,
         *,
-        signs: Callable[[], Tensor | None],
+        signs: Callable[[], Tensor | None] | None = None,
         group: Any = None,
     ) -> None:
         """Args: signs: what is known about gradients now, fp32 [3 + 2 n] on the device, without a wait: the loss scale,
@@ -84,12 +65,14 @@ class Observer:
         self._by_region: dict[str, Gradients] = {}
         self._state: Any = None
         self._step = 0
+        self._wanted = dict(precisions.current())
+        """What was decided last; it comes into effect between two steps."""
         self._decide()
 
     @torch.no_grad()
     def observe(self, loss: Tensor | float, measured: Tensor | float | None = None) -> None:
         """See `Amp.observe`."""
-        values = self._together(_message(loss, measured, self._signs()))
+        values = self._together(_message(loss, measured, None if self._signs is None else self._signs()))
         self._sent.append(
             _Sent(step=self._step, precision=dict(self._precisions.current()), is_measured=measured is not None)
         )
@@ -141,12 +124,11 @@ class Observer:
         if self._scheduler is None:
             return
         decision, self._state = self._scheduler.decide(self._signal(), self._state)
-        before = dict(self._precisions.current())
-        wanted = decision.precision
+        before, wanted = self._wanted, decision.precision
         after = dict.fromkeys(before, wanted) if isinstance(wanted, str) else before | dict(wanted)
         if after == before:
             return
-        self._set(after, before)
+        self._set(after)
         self._changes.append(
             Change(
                 step=self._step,
@@ -169,15 +151,15 @@ class Observer:
             by_region=self._by_region,
         )
 
-    def _set(self, wanted: Mapping[str, str], before: Mapping[str, str]) -> None:
+    def _set(self, wanted: Mapping[str, str]) -> None:
         for region, precision in wanted.items():
-            if region not in before:
-                raise errors.unknown("region", region, before)
+            if region not in self._wanted:
+                raise errors.unknown("region", region, self._wanted)
             if precision not in self._precisions.ladder:
                 raise errors.unknown("precision", precision, self._precisions.ladder)
         for region, precision in wanted.items():
-            if precision != before[region]:
-                self._precisions.set(precision, region)
+            self._precisions.set(precision, region)
+        self._wanted = dict(wanted)
 
     # ---- looking at it --------------------------------------------------------------------------------------------------
     @property
@@ -192,7 +174,7 @@ class Observer:
         state = asdict(self._state) if is_dataclass(self._state) and not isinstance(self._state, type) else self._state
         return {
             "step": self._step,
-            "precision": dict(self._precisions.current()),
+            "precision": dict(self._wanted),
             "state": copy.deepcopy(state),
             "measured": self._measured,
             "by_region": {name: asdict(gradients) for name, gradients in self._by_region.items()},
@@ -208,7 +190,7 @@ class Observer:
             raise errors.InvalidOption(
                 f"a state without {', '.join(sorted(missing))} is no scheduler's", way_out="Give the state_dict() of an Amp"
             )
-        self._set(state["precision"], self._precisions.current())
+        self._set(self._wanted | dict(state["precision"]))
         self._step, self._state, self._measured = state["step"], copy.deepcopy(state["state"]), state["measured"]
         self._by_region = {name: Gradients(**gradients) for name, gradients in state["by_region"].items()}
         self._mailbox.refill(torch.tensor(sent["values"], dtype=torch.float64) for sent in state["waiting"])

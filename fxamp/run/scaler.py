@@ -275,6 +275,10 @@ class Scaler:
         """The loss scale. On the CPU, if neither a graph nor an optimizer has said where they are."""
         return self._loss_scale if self._loss_scale is not None else self.state_on(torch.device("cpu"))
 
+    def signs(self) -> Tensor | None:
+        """As `LossScale.signs`; None while there is neither a graph nor an optimizer. Waits for nothing."""
+        return None if self._loss_scale is None else self._loss_scale.signs()
+
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """See `Amp.when_stepped`."""
         attachment = self._attached.get(getattr(schedule, "optimizer", None))  # pyright: ignore[reportArgumentType]

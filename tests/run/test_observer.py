@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,29 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxamp import errors
+from fxamp.ladder import Ladder
 from fxamp.run.loss_scale import NUM_RECENT, NUM_REMEMBERED, LossScale
 from fxamp.run.mailbox import Mailbox
 from fxamp.run.observer import Observer
+from fxamp.run.variants import Precisions
 from fxamp.scaling import DynamicScale
 from fxamp.scheduler import CurvatureScheduler, Decision, FixedSchedule, Gradients, Scheduler, Signal
 
 QUICK = CurvatureScheduler(dwell_steps=6, lag_steps=3)
 
 
-class Dial:
-    """Holds a precision for each region."""
-
-    def __init__(self, *regions: str, ladder: tuple[str, ...] = ("fp16", "fp32")) -> None:
-        self.ladder, self.regions = ladder, regions or ("model",)
-        self._current = dict.fromkeys(self.regions, ladder[0])
-
-    def set(self, precision: str, region: str | None) -> None:
-        assert precision in self.ladder
-        assert region is not None
-        self._current[region] = precision
-
-    def current(self) -> Mapping[str, str]:
-        return dict(self._current)
+def dial_of(*regions: str) -> Precisions:
+    return Precisions(Ladder(rungs=("fp16", "fp32"), regions=tuple((name, f"{name}.*") for name in regions)))
 
 
 class Telling:
@@ -53,8 +43,8 @@ class Telling:
         return Decision(precision="fp16", reason="always"), (state or 0) + 1
 
 
-def watched(scheduler: Scheduler | None, *regions: str, signs: Any = lambda: None) -> tuple[Observer, Dial]:
-    dial = Dial(*regions)
+def watched(scheduler: Scheduler | None, *regions: str, signs: Any = lambda: None) -> tuple[Observer, Precisions]:
+    dial = dial_of(*regions)
     return Observer(scheduler, dial, signs=signs), dial
 
 
@@ -214,14 +204,14 @@ def test_signs_are_those_of_the_record(updates: list[tuple[bool, float]]):
 def test_signs_of_gradients_travel_with_the_loss():
     signs = torch.tensor([1024.0, 0.25, -1.0, 0.5, 2.0, 0.0, -1.0])
     telling = Telling(2)
-    observer, _ = watched(telling, "head", "body", signs=lambda: signs.clone())
+    observer, _ = watched(telling, "body", signs=lambda: signs.clone())
     observer.observe(torch.tensor(1.0))
     signs[1] = 0.75
     observer.observe(torch.tensor(1.0))
     first = telling.told[-1]
     assert first.gradients == Gradients(overflow_rate=0.25, ratio=None)
     assert first.by_region == {
-        "head": Gradients(overflow_rate=0.5, ratio=2.0),
+        "model": Gradients(overflow_rate=0.5, ratio=2.0),
         "body": Gradients(overflow_rate=0.0, ratio=None),
     }
     observer.observe(torch.tensor(1.0))
@@ -244,7 +234,7 @@ loss = st.one_of(st.sampled_from([1.0, 1.001, 3.0]), st.floats(allow_nan=True, a
 
 @given(losses=st.lists(loss, max_size=80), at=st.integers(0, 80), scheduler=st.sampled_from([QUICK, Streak()]))
 def test_a_resumed_run_decides_as_the_whole_one(losses: list[float], at: int, scheduler: Scheduler):
-    def run(observer: Observer, dial: Dial, losses: Sequence[float]) -> list[str]:
+    def run(observer: Observer, dial: Precisions, losses: Sequence[float]) -> list[str]:
         ran_in = []
         for x in losses:
             ran_in.append(dial.current()["model"])

@@ -18,7 +18,7 @@ from torch import distributed, nn
 import fxamp
 from fxamp.run.observer import Observer
 from fxamp.scheduler import CurvatureScheduler
-from tests.run.test_observer import Dial
+from tests.run.test_observer import dial_of
 
 NUM_STEPS = 100
 BAD: dict[int, tuple[int, float]] = {0: (1, math.inf), 17: (0, math.nan), 18: (1, 1e38), 60: (0, math.inf)}
@@ -119,7 +119,7 @@ LOSSES = (1.0, 2.0)
 
 
 def observed(rank: int) -> tuple[str, str]:
-    scheduler, dial = CurvatureScheduler(dwell_steps=6, lag_steps=3, gradient_ratio_limit=50.0), Dial()
+    scheduler, dial = CurvatureScheduler(dwell_steps=6, lag_steps=3, gradient_ratio_limit=50.0), dial_of()
     signs = torch.tensor([1024.0, 0.0, 1.0])
     observer = Observer(scheduler, dial, signs=lambda: signs.clone())
     for step in range(200):
