@@ -133,7 +133,6 @@ SYSTEMS: Final[Mapping[str, tuple[str, Scheduler | None]]] = MappingProxyType({
     "overflows": ("a fifth of the last 16 updates overflowed", _scheduler(overflow_rate_limit=0.2)),
     "gradients": ("the largest gradient from 10 times its median on", _scheduler(gradient_ratio_limit=10.0)),
     "start": ("high at the start, then only where the loss is inf or NaN", _scheduler()),
-    "default": ("CurvatureScheduler() as it is", CurvatureScheduler()),
 })  # fmt: skip
 """Name -> (what makes precision go up, the scheduler; None: nothing does)."""
 
