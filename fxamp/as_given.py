@@ -1,8 +1,9 @@
 """Nested graphs run as PyTorch runs them: each operation takes what it is given, in whatever format, and no policy is asked.
 
 That is what `torch.amp.custom_fwd(cast_inputs=...)` wants of autocast: the inputs of an autograd.Function are cast, and its
-forward and backward then run without autocast. Their graphs were traced for fp32, so that they are run once more, on fake
-tensors, to see what comes out for other formats; whatever would be another program is refused.
+forward and backward then run without autocast. And it is what becomes of a Function in which autocast casts nothing, since
+all that it does is to move values, or to work element by element. The graphs of both were traced for fp32, so that they are run
+once more, on fake tensors, to see what comes out for other formats; whatever would be another program is refused.
 """
 
 from __future__ import annotations
@@ -38,30 +39,50 @@ class Given:
 
 @dataclass(frozen=True)
 class Function:
-    """Forward and backward of an autograd.Function whose inputs are cast."""
+    """Forward and backward of an autograd.Function."""
 
     forward: Given
     backward: Given
 
 
-def function(caller: fx.Node, captured: Captured, traced: torch.dtype) -> Function | str:
+def casting(caller: fx.Node, captured: Captured, traced: torch.dtype) -> Function | str:
     """What forward and backward of a Function compute if its inputs are cast as it declares; or why they keep their formats.
 
     Args: `caller` calls both; `traced` is the format of the inputs to cast.
     """
+    bodies = _bodies(caller, captured)
+    if isinstance(bodies, str):
+        return bodies
+    forward, backward = bodies
+    assert forward.function is not None
+    assert forward.function.cast_inputs is not None
+    arguments = _arguments(caller, forward, backward, traced, forward.function.cast_inputs)
+    return arguments if isinstance(arguments, str) else _function(forward, backward, arguments)
+
+
+def following(caller: fx.Node, captured: Captured, arriving: Mapping[fx.Node, torch.dtype]) -> Function | str:
+    """What forward and backward of a Function compute that nobody casts anything in: given operands in these formats, where
+    they differ from those that were traced. Or why they keep their formats."""
+    bodies = _bodies(caller, captured)
+    if isinstance(bodies, str):
+        return bodies
+    forward, backward = bodies
+    inputs = forward.gm.graph.find_nodes(op="placeholder")
+    pairs = zip(inputs, caller.args[len(caller.args) - len(inputs) :], strict=True)
+    return _function(forward, backward, {x: arriving[y] for x, y in pairs if isinstance(y, fx.Node) and y in arriving})
+
+
+def _bodies(caller: fx.Node, captured: Captured) -> tuple[Captured, Captured] | str:
     paths = list(graph.bodies(caller))
     if len(paths) != 2 or any(len(captured.callers[path]) != 1 for path in paths):
         return "its forward or backward serves several calls"
-    forward, backward = (captured.bodies[path] for path in paths)
-    assert forward.function is not None
-    to = forward.function.cast_inputs
-    assert to is not None
     if any(x.name in captured.pinned for x in (caller, *caller.users)):
         return "its result is written in place, or shares memory with another output"
-    arguments = _arguments(caller, forward, backward, traced, to)
-    if isinstance(arguments, str):
-        return arguments
-    first = _given(forward, arguments)
+    return captured.bodies[paths[0]], captured.bodies[paths[1]]
+
+
+def _function(forward: Captured, backward: Captured, inputs: Mapping[fx.Node, torch.dtype]) -> Function | str:
+    first = _given(forward, inputs)
     if isinstance(first, str):
         return first
     handed = _handed_to_backward(forward, backward, first)

@@ -8,6 +8,7 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -128,14 +129,15 @@ def _plan(
     calls: Calls,
 ) -> Plan:
     """The plan of a graph, and of those nested in it; with a note, it keeps its traced dtypes for that reason."""
-    functions, reasons = ({}, {}) if note else _functions(captured, policy, variant, parts)
+    planner = _Planner(captured, policy, variant, parts, note, relaxed, calls)
+    made = planner.plan(output_dtype)
+    functions, reasons = ({}, {}) if note else _functions(captured, policy, variant, parts, planner.current)
     notes = {path: note or reasons.get(path) or _barrier(captured, policy, path) or "" for path in captured.bodies}
     bodies = {
         # What enters and leaves a body has its traced dtype, so each is planned by itself, once for all that call it.
         path: functions.get(path) or _plan(body, policy, variant, parts, "traced", notes[path], relaxed, calls)
         for path, body in captured.bodies.items()
     }
-    made = _Planner(captured, policy, variant, parts, note, relaxed, calls).plan(output_dtype)
     return replace(made, bodies=MappingProxyType(bodies))
 
 
@@ -168,34 +170,66 @@ def _low_in(module: str, variant: str, parts: tuple[tuple[str, str], ...]) -> to
 
 
 def _functions(
-    captured: Captured, policy: Policy, variant: str, parts: tuple[tuple[str, str], ...]
+    captured: Captured,
+    policy: Policy,
+    variant: str,
+    parts: tuple[tuple[str, str], ...],
+    current: Mapping[fx.Node, Any],
 ) -> tuple[dict[str, Plan], dict[str, str]]:
-    """(the plans of forward and backward of autograd.Functions whose inputs autocast would cast down, by the attribute that
-    holds each; the reasons why others keep their traced dtypes)."""
+    """(the plans of forward and backward of autograd.Functions that run as PyTorch runs them on low inputs, by the attribute
+    that holds each; the reasons why others keep their traced dtypes). `current` is what each node hands on."""
     plans, reasons = dict[str, Plan](), dict[str, str]()
-    callers = {node: None for nodes in captured.callers.values() for node in nodes}
-    for caller in callers:
+    for caller in (node for node in captured.gm.graph.nodes if captured.facts[node.name].op == capture.AUTOGRAD_FUNCTION):
         facts, paths = captured.facts[caller.name], list(graph.bodies(caller))
-        if _low_in(facts.module, variant, parts) == TRACED:
+        low = _low_in(facts.module, variant, parts)
+        rule = policy.decide(facts.op, facts.module, facts.classes)
+        if low == TRACED or facts.region != "none" or (rule.rule is not None and rule.cls is not OpClass.LOW):
             continue
         to = _cast_inputs(captured, paths[0])
-        rule = policy.decide(facts.op, facts.module, facts.classes)
-        if to in (None, TRACED) or facts.region != "none" or (rule.rule is not None and rule.cls is not OpClass.LOW):
+        if to not in (None, TRACED):
+            made, why = as_given.casting(caller, captured, TRACED), f"custom_fwd casts its inputs to {formats.name(to)}"
+        elif to is None and all(_only_follows(captured.bodies[path], policy, low) for path in paths):
+            arriving = {x: current[x].dtype for x in caller.all_input_nodes if _is_lowered(current[x], graph.value_of(x))}
+            if not arriving:
+                continue
+            made, why = as_given.following(caller, captured, arriving), "it works element by element"
+        else:
             continue
-        made = as_given.function(caller, captured, TRACED)
         if isinstance(made, str):
-            reasons |= dict.fromkeys(paths, f"inside an autograd.Function that casts its inputs to {formats.name(to)}: {made}")
+            reasons |= dict.fromkeys(paths, f"inside an autograd.Function: {why}; {made}")
         else:
             plans |= {
-                path: _plan_of_given(captured.bodies[path], given, variant, to)
+                path: _plan_of_given(captured.bodies[path], given, variant, low, f"inside an autograd.Function: {why}")
                 for path, given in zip(paths, (made.forward, made.backward), strict=True)
             }
     return plans, reasons
 
 
-def _plan_of_given(captured: Captured, given: Given, variant: str, to: torch.dtype) -> Plan:
+def _only_follows(body: Captured, policy: Policy, low: torch.dtype) -> bool:
+    """Do all operations of a graph take the format of their operands, under autocast and without it, and are their constants
+    numbers of the low format?"""
+    largest, smallest = torch.finfo(low).max, formats.smallest(low)
+    for node in body.gm.graph.nodes:
+        facts = body.facts[node.name]
+        if node.op in ("placeholder", "output", "get_attr") or node.target is torch._C._set_grad_enabled:
+            continue
+        verdict = policy.decide(facts.op, facts.module, facts.classes)
+        follows = verdict.rule is None and verdict.cls in (OpClass.FOLLOW, OpClass.WIDEST)
+        numbers = [abs(x) for x in graph.constants(node) if isinstance(x, (int, float)) and x != 0]
+        if not follows or facts.op not in optable.IN_EITHER_FORMAT or facts.region != "none":
+            return False
+        if any(isinstance(x, torch.dtype) for x in graph.constants(node)) or not all(smallest <= x <= largest for x in numbers):
+            return False
+    return True
+
+
+def _is_lowered(value: Any, traced: Any) -> bool:
+    both = isinstance(value, torch.Tensor) and isinstance(traced, torch.Tensor)
+    return both and traced.dtype == TRACED and value.dtype != TRACED
+
+
+def _plan_of_given(captured: Captured, given: Given, variant: str, low: torch.dtype, why: str) -> Plan:
     """The plan of a graph whose inputs are cast, and which is then run as it is."""
-    why = f"inside an autograd.Function: custom_fwd casts its inputs to {formats.name(to)}, and autocast is off"
     decisions = {
         node.name: Decision(
             node=node.name,
@@ -215,7 +249,7 @@ def _plan_of_given(captured: Captured, given: Given, variant: str, to: torch.dty
         TRACED if x.name in decisions and _is_another(given.values[x], graph.value_of(x)) else None
         for x in graph.operands(captured.gm.graph.output_node())
     )
-    return Plan(variant=variant, low=to, decisions=MappingProxyType(decisions), outputs=outputs, note="")
+    return Plan(variant=variant, low=low, decisions=MappingProxyType(decisions), outputs=outputs, note="")
 
 
 def _class_as_given(op: str | None, given: Given, node: fx.Node) -> OpClass:

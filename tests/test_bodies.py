@@ -580,3 +580,75 @@ def test_without_gradients_autocast_is_off_in_its_forward_too(function):
         _, made = planned(lambda x: function.apply(x @ w, w)[0], x8)
     computes = [d.computes for d in made.decisions.values() if d.op == "matmul"]
     assert computes == ["bf16", "fp32"]
+
+
+# ---- autograd.Function that works element by element -----------------------------------------------------------------------
+class Gelu(torch.autograd.Function):
+    """Undecorated: under autocast nothing in it is cast."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        return (0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)) * g
+
+
+class Large(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1e6
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 1e6
+
+
+def between_products(function, amp=None) -> list[torch.Tensor]:
+    leaf = x8.clone().requires_grad_()
+    torch._dynamo.reset()
+    run = lambda x: function.apply(x @ w) @ w  # noqa: E731
+    if amp is not None:
+        run = torch.compile(run, backend=amp)
+    y = run(leaf)
+    pull(y.float())
+    assert leaf.grad is not None
+    return [y.detach().float(), leaf.grad]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_function_that_works_element_by_element_follows_its_operands():
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager", output_dtype="low")
+    got = between_products(Gelu, amp)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = between_products(Gelu)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    variant = amp.graphs[0].variants["bf16"]
+    assert all(d.computes in ("bf16", "-") for body in variant.plan.bodies.values() for d in body.decisions.values())
+    casts = [graph.own_cast(node) for node in graph.nodes_of_own_casts(variant.joint)]
+    assert sorted((c.src, c.dst) for c in casts if c is not None) == [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "bf16")]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(Gelu, {"policy": {"op:tanh": "fp32"}}), (Gelu, {"policy": {"op:mul": "keep"}}), (Large, {"variant": "fp16"}), (Product, {})],
+)
+def test_a_function_that_a_rule_or_a_number_keeps_wide(function, options):
+    rest = (w,) if function is Product else ()
+    captured, made = planned(lambda x: function.apply(x @ w, *rest) @ w, x8.clone().requires_grad_(), **options)
+    assert all(body.note for body in made.bodies.values())
+    assert {d.computes for body in made.bodies.values() for d in body.decisions.values()} == {"fp32", "-"}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_invariants_of_a_function_that_follows():
+    captured, made = planned(lambda x: Gelu.apply(x @ w) @ w, x8.clone().requires_grad_())
+    gm = graph.clone(captured.gm)
+    passes.run(gm, rewrite.passes_for(captured, made), legal.checker(legal.REWRITTEN, captured.gm))
+    testing.check_invariants(captured, gm, Policy())

@@ -71,8 +71,9 @@ def check_invariants(
         check(state)
     for path, body in captured.bodies.items():
         inner = replace(state, captured=body, rewritten=graph.body(rewritten, path), output_dtype="low")
-        casts_inputs = body.function is not None and body.function.cast_inputs is not None
-        of_policy = () if casts_inputs else (observable_dtypes, allowed_formats)  # else the program itself decides inside
+        is_function = any(capture.name_of(node) == capture.AUTOGRAD_FUNCTION for node in captured.callers[path])
+        runs_as_given = is_function and (body.function is None or body.function.cast_inputs is not None)
+        of_policy = () if runs_as_given else (observable_dtypes, allowed_formats)
         for check in (*of_policy, non_floats, no_redundant_casts):
             check(inner)
 
