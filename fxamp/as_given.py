@@ -2,7 +2,7 @@
 
 That is what `torch.amp.custom_fwd(cast_inputs=...)` wants of autocast: the inputs of an autograd.Function are cast, and its
 forward and backward then run without autocast. And it is what becomes of a Function in which autocast casts nothing, since
-all that it does is to move values, or to work element by element. The graphs of both were traced for fp32, so that they are run
+all that it does is to move values, or to work element by element. The graphs of both were traced for fp32, so they are run
 once more, on fake tensors, to see what comes out for other formats; whatever would be another program is refused.
 """
 

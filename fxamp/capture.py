@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensor
 
 from fxamp import custom_function, graph, optable
 from fxamp.custom_function import Declared, Forward
@@ -68,6 +69,9 @@ class Captured:
     pinned: MappingProxyType[str, str] = field(repr=False)
     """Nodes whose storage somebody writes to, or that leaves the graph more than once, with the reason: they keep their
     traced dtype from birth."""
+    read_by_stride: frozenset[str] = field(repr=False)
+    """Those of the pinned nodes whose memory an operation reads past their own strides: what makes them must be what was
+    traced, not a cast behind it, which a compiler may lay out anew."""
     hands_on: frozenset[str] = field(repr=False)
     """Nodes that may return the memory of a cast of an operand: each needs a cast of its own, which nobody else reads or hands
     out."""
@@ -158,6 +162,7 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
     floats = [t.dtype for node in nodes for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()]
     facts = dict(_facts(nodes, around))
     in_functorch = inside_functorch(nodes, around.in_functorch)
+    by_stride = {key for node in nodes if _reads_by_stride(node) for x in node.all_input_nodes for key in groups[x]}
     callers = graph.callers(nodes)
     bodies = {
         path: _body(inner, callers.get(path, ()), facts, in_functorch, around) for path, inner in graph.nested(gm).items()
@@ -167,6 +172,7 @@ def _captured(gm: fx.GraphModule, around: _Surroundings, roles: dict[str, Role])
         facts=MappingProxyType(facts),
         roles=MappingProxyType(roles),
         pinned=MappingProxyType(_pinned(nodes, groups, left, in_functorch)),
+        read_by_stride=frozenset(node.name for node in nodes if not groups[node].isdisjoint(by_stride)),
         hands_on=frozenset(_hands_on(nodes, facts, groups)),
         fresh_outputs=tuple(all(key not in inputs and left[key] == 1 for key in groups[node]) for node in outputs),
         narrows=any(torch.finfo(dtype).bits < torch.finfo(torch.float32).bits for dtype in floats)
@@ -440,8 +446,61 @@ def _hands_on(
             yield node.name
 
 
-_BY_STRIDE: Final = frozenset(("as_strided", "set", "storage_offset", "data_ptr", "untyped_storage", "resize"))
-"""Operations that read a tensor's memory past its own strides: a cast of it, which may be laid out anew, would not do."""
+_BY_STRIDE: Final = frozenset(("set", "storage_offset", "data_ptr", "untyped_storage", "resize"))
+"""Operations that, like most of `as_strided`, read a tensor's memory past its own strides: a cast of it, which may be laid out
+anew, would not do."""
+
+
+@dataclass(frozen=True)
+class StridedRead:
+    """An `as_strided` that reads no more than the elements of its dense operand, counted from the first: a function of the
+    operand's values."""
+
+    operand: fx.Node
+    order: tuple[int, ...]
+    """The operand's dimensions in the order in which it lies in memory."""
+    size: Any
+    stride: Any
+    is_made_dense: bool
+    """Does the graph make its operand contiguous, so that it stays so in another format?"""
+
+
+def strided_read(node: fx.Node) -> StridedRead | None:
+    """What an `as_strided` reads; None where that depends on more than its operand's values."""
+    given = dict(zip(("input", "size", "stride", "storage_offset"), node.args, strict=False)) | node.kwargs
+    operand, offset = given.get("input"), given.get("storage_offset")
+    value, result = _plain(operand), _plain(node)
+    if not isinstance(operand, fx.Node) or value is None or result is None:
+        return None
+    if not all(type(x) is int and x >= 0 for t in (value, result) for x in (*t.shape, *t.stride())):
+        return None
+    order = tuple(sorted(range(value.dim()), key=lambda i: (-value.stride(i), i)))
+    last = sum((n - 1) * step for n, step in zip(result.shape, result.stride(), strict=True))
+    if not value.permute(order).is_contiguous() or offset not in (None, value.storage_offset()):
+        return None
+    if result.numel() > 0 and last >= value.numel():
+        return None
+    is_contiguous = name_of(operand) == "contiguous" and len(operand.args) == 1 and not operand.kwargs
+    return StridedRead(operand, order, given["size"], given["stride"], is_contiguous and offset is None)
+
+
+def _plain(argument: Any) -> FakeTensor | None:
+    """The value of a node, if it is an ordinary tensor with strides."""
+    value = graph.value_of(argument) if isinstance(argument, fx.Node) else None
+    return value if type(value) is FakeTensor and value.layout == torch.strided else None
+
+
+def _reads_by_stride(node: fx.Node) -> bool:
+    """Does it read its operand's memory in a way in which a cast's could not be read?"""
+    name = name_of(node)
+    if name == "as_strided":
+        read = strided_read(node)
+        return read is None or not read.is_made_dense
+    return name in _BY_STRIDE
+
+
+_BY_VALUE: Final = frozenset(("setitem", "copy"))
+"""Operations without a row that read values, wherever those lie; what they write is pinned for that."""
 
 
 def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str]]:
@@ -449,11 +508,11 @@ def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str
     name, calls = name_of(node), node.op not in ("placeholder", "get_attr", "output")
     if is_inside_func:
         reason = "used inside a torch.func transform"  # a cast there would belong to a level that its operand is not in
-    elif name in _BY_STRIDE:
+    elif _reads_by_stride(node):
         reason = f"{node.name} reads its memory by stride"
     elif node.target in (torch.autograd.grad, torch.autograd.backward):
         reason = "differentiated by the program"  # a cast of it is a new value, off the path that was recorded
-    elif calls and name not in optable.TABLE and name not in optable.METADATA:
+    elif calls and name not in optable.TABLE and name not in optable.METADATA and name not in _BY_VALUE:
         # A nested graph was traced for the strides of its operands, a custom operation may have been given them as numbers.
         reason = f"{node.name} may read its strides, which a cast would change"
         return [(operand, reason) for operand in node.all_input_nodes if graph.cast_changes_strides(operand)]

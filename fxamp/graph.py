@@ -410,6 +410,21 @@ def insert_saturation(value: fx.Node, dtype: torch.dtype, *, before: fx.Node) ->
     return put("saturated", ops.where.self, infinite, value, cut)
 
 
+def insert_contiguous(value: fx.Node, order: Sequence[int], *, before: fx.Node) -> fx.Node:
+    """Puts `value.permute(order).contiguous()`, of a Dynamo node, in front of `before`. It is a view, so that its memory is
+    that of `value`, which must lie in this order."""
+    made = value
+    for name, args in (("permute", (tuple(order),)), ("contiguous", ())):
+        with before.graph.inserting_before(before):
+            node = before.graph.call_method(name, (made, *args))
+        node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
+        node.meta["example_value"] = call_on_fakes(node, [value_of(made)])
+        if MEMORY in value.meta:
+            node.meta[MEMORY] = value.meta[MEMORY]
+        made = node
+    return made
+
+
 def insert_getitem(value: fx.Node, index: int, *, before: fx.Node) -> fx.Node:
     """Puts `value[index]`, for a node that yields a tuple or list, in front of `before`."""
     with before.graph.inserting_before(before):

@@ -90,7 +90,7 @@ MOVEMENT: Final = """
     linalg_diagonal mH constant_pad_nd embedding repeat_interleave take positive conj conj_physical resolve_conj resolve_neg
     real alias_copy diagonal_copy expand_copy narrow_copy permute_copy split_with_sizes_copy squeeze_copy t_copy
     transpose_copy unbind_copy unfold_copy unsqueeze_copy view_copy select_scatter slice_scatter diagonal_scatter index_copy
-    max_unpool1d max_unpool2d max_unpool3d masked_scatter
+    max_unpool1d max_unpool2d max_unpool3d masked_scatter as_strided
 """
 
 ELEMENTWISE: Final = """
@@ -155,7 +155,7 @@ COMPLEX: Final = """
 
 OF_THE_FORMAT: Final = "nextafter nan_to_num frexp ldexp float_power"
 
-BY_STRIDE: Final = "as_strided as_strided_copy as_strided_scatter resize resize_as"
+BY_STRIDE: Final = "as_strided_copy as_strided_scatter resize resize_as"
 
 SPARSE: Final = "to_sparse sparse_sampled_addmm smm"
 

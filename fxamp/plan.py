@@ -218,7 +218,8 @@ def _only_follows(body: Captured, policy: Policy, low: torch.dtype) -> bool:
         numbers = [abs(x) for x in graph.constants(node) if isinstance(x, (int, float)) and x != 0]
         if not follows or facts.op not in optable.IN_EITHER_FORMAT or facts.region != "none":
             return False
-        if any(isinstance(x, torch.dtype) for x in graph.constants(node)) or not all(smallest <= x <= largest for x in numbers):
+        names_a_dtype = any(isinstance(x, torch.dtype) for x in graph.constants(node))
+        if names_a_dtype or not all(smallest <= x <= largest for x in numbers):
             return False
     return True
 
@@ -358,7 +359,7 @@ class _Planner:
 
         wanted = self._wanted(node, facts.op, cls, low, operands)
         pinned = self.captured.pinned.get(node.name)
-        if pinned is not None and cls is not OpClass.LOW:
+        if pinned is not None and (cls is not OpClass.LOW or node.name in self.captured.read_by_stride):
             return self._keep(node, facts, f"{why}; {pinned}")
         satisfied = all(want is None or self._has(x, want) for x, want in zip(operands, wanted, strict=True))
         if satisfied and not any(self._lowered(x) for x in operands):

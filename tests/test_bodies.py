@@ -637,7 +637,12 @@ def test_a_function_that_works_element_by_element_follows_its_operands():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("function", "options"),
-    [(Gelu, {"policy": {"op:tanh": "fp32"}}), (Gelu, {"policy": {"op:mul": "keep"}}), (Large, {"variant": "fp16"}), (Product, {})],
+    [
+        (Gelu, {"policy": {"op:tanh": "fp32"}}),
+        (Gelu, {"policy": {"op:mul": "keep"}}),
+        (Large, {"variant": "fp16"}),
+        (Product, {}),
+    ],
 )
 def test_a_function_that_a_rule_or_a_number_keeps_wide(function, options):
     rest = (w,) if function is Product else ()

@@ -353,3 +353,75 @@ def test_running_statistics_of_torch_batch_norm():
 def test_through_inductor_too(fn):
     with torch.no_grad():
         same(fn, x8, lower="inductor")
+
+
+# ---- reads by stride that are functions of values ------------------------------------------------------------------------
+def windows(x):
+    """As Longformer cuts its chunks, from a value that lies in memory in another order than its dimensions."""
+    y = F.linear(x, w).view(2, 2, 8).transpose(1, 2)
+    return torch.as_strided(y, (2, 8, 2, 2), (16, 1, 8, 0)) @ w[:2, :2], F.linear(x, w).as_strided((7, 8), (4, 1), 0) @ w
+
+
+def beyond_a_slice(x):
+    return torch.as_strided(F.linear(x, w)[1:2], (3, 8), (8, 1)) @ w  # the elements of others
+
+
+def from_elsewhere(x):
+    return torch.as_strided(F.linear(x, w)[1:], (2, 8), (8, 1), 0) @ w  # begins in front of its operand
+
+
+def windows_written(x):
+    y = F.linear(x, w)
+    view = y.as_strided((7, 8), (4, 1))
+    y.mul_(2.0)
+    return view @ w, y
+
+
+def written_through_a_window(x):
+    y = F.linear(x, w)
+    y.as_strided((2, 8), (16, 1)).add_(1.0)
+    return y @ w, y
+
+
+def windows_handed_out(x):
+    y = F.linear(x, w)
+    return y, y.as_strided((7, 8), (4, 1))
+
+
+def windows_of_a_repeated_row(x):
+    """Expanded, it is not dense; a cast of it would be."""
+    return F.linear(x, w)[:1].expand(4, 8).as_strided((2, 8), (0, 1)) @ w
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_low"),
+    [
+        (windows, True),
+        (beyond_a_slice, False),
+        (from_elsewhere, False),
+        (windows_written, False),
+        (written_through_a_window, False),
+        (windows_handed_out, False),
+        (windows_of_a_repeated_row, False),
+    ],
+)
+def test_windows(fn, is_low: bool):
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    with torch.no_grad():
+        same(fn, x8)
+        torch._dynamo.reset()
+        torch.compile(fn, backend=amp)(x8)
+    plan = amp.graphs[0].variants["bf16"].plan
+    reads = {d.computes for d in plan.decisions.values() if d.op == "as_strided"}
+    assert reads == ({"bf16"} if is_low else {"fp32"})
+
+
+@pytest.mark.parametrize("fn", [beyond_a_slice, pytest.param(windows, marks=pytest.mark.slow)])
+def test_windows_compiled_by_inductor(fn):
+    """It realises a view of a cast by itself: who reads the memory around the view would not find it."""
+    with torch.no_grad():
+        same(fn, x8, lower="inductor", precisions=("bf16",))
+
+
+def test_gradients_of_windows():
+    same(windows, x8.clone().requires_grad_())

@@ -6,7 +6,7 @@ Which outputs share memory, AOTAutograd has settled before any pass runs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -29,10 +29,27 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
+_BY_STRIDE: Final = frozenset((torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default))
+"""Operations that read the memory around a value."""
+
+
+def is_read_by_stride(node: fx.Node) -> bool:
+    """Is a value, or a view of it, read by an operation that sees more of its memory than its elements?"""
+    return any(user.target in _BY_STRIDE or (is_view(user) and is_read_by_stride(user)) for user in node.users)
+
+
+def memory(value: torch.Tensor) -> tuple[Any, Any]:
+    """Where a value begins in its memory, and how many elements that holds."""
+    return value.storage_offset(), value.untyped_storage().nbytes() // value.element_size()
+
+
 def can_stand_for(node: fx.Node, value: torch.Tensor) -> bool:
     """Can `value`, equal to what `node` gives but for strides and memory, take its place? Not in an output; elsewhere it can
-    where its readers then give the strides that they gave."""
+    where its readers then give the strides that they gave, and none reads the memory around it, if that is another."""
     if is_output(node):
+        return False
+    now = graph.value_of(node)
+    if is_read_by_stride(node) and (layout(value), memory(value)) != (layout(now), memory(now)):
         return False
     return layout(value) == layout(graph.value_of(node)) or all(_reads_any(user, node, value) for user in node.users)
 

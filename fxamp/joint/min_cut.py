@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxamp import graph
-from fxamp.joint.layout import layout
+from fxamp.joint.layout import is_read_by_stride, layout
 from fxamp.joint.movement import MOVES
 from fxamp.passes import Change
 
@@ -95,6 +95,8 @@ class _Facts:
         if node.target not in _EITHER or not graph.follows(node) or "recompute" in node.meta or node.kwargs.get("dtype"):
             return False
         if not self.is_either(node) or any(abs(a) > torch.finfo(self.low).max for a in _numbers(node)):
+            return False
+        if is_read_by_stride(node):
             return False
         value = graph.value_of(node)
         is_dense = graph.retyped(value, self.low).stride() == value.stride() == graph.retyped(value, WIDE).stride()

@@ -16,10 +16,12 @@ from fxamp.rewrite.lower import LowerOperations
 from fxamp.rewrite.masks import ReplaceMasks
 from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
+from fxamp.rewrite.strided import DenseReads
 
 NORMALIZE: Final[tuple[Pass, ...]] = (
     SeeIntoComposites(),  # before OutOfPlace, which looks at every operation
     OutOfPlace(),
+    DenseReads(),
 )
 """Passes before the plan is made: the same program, in a form that leaves the plan more freedom."""
 
