@@ -430,8 +430,7 @@ def _scaling(results: Results) -> list[str]:
         lines += _sweep(results, over)
     if not lines:
         return []
-    note = "Memory against the number of variants is not here: this version of fxamp has one variant of each graph."
-    return ["### How costs grow", "", note, "", *lines]
+    return ["### How costs grow", "", *lines]
 
 
 def _passes(results: Results) -> list[str]:

@@ -162,14 +162,32 @@ class DispatchFacts:
 
 def measure_dispatch(device_type: str) -> list[DispatchFacts]:
     """Calls what the back ends return for one tiny graph in fp32, in turns: the programs are the same, so that a
-    difference is fxamp's."""
-    return [_dispatch(device_type, "inference", trains=False), _dispatch(device_type, "training, forward", trains=True)]
+    difference is fxamp's. With a ladder, fp32 is one of two precisions; where it changes, there and back before each call."""
+    alone, ladder = {"precision": "fp32"}, {"ladder": ("bf16", "fp32")}
+    return [
+        _dispatch(device_type, "inference", alone, trains=False),
+        _dispatch(device_type, "training, forward", alone, trains=True),
+        _dispatch(device_type, "training, forward, of two precisions", ladder, trains=True),
+        _dispatch(device_type, "training, forward, two changes of precision before", ladder, trains=True, swaps=True),
+    ]
 
 
-def _dispatch(device_type: str, what: str, *, trains: bool) -> DispatchFacts:
+def _dispatch(
+    device_type: str, what: str, options: Mapping[str, Any], *, trains: bool, swaps: bool = False
+) -> DispatchFacts:
     inductor = torch._dynamo.lookup_backend("inductor")
-    amp = fxamp.Amp(precision="fp32", cuda_graphs=False)
+    amp = fxamp.Amp(**options, cuda_graphs=False)
+    amp.set_precision("fp32")
     calls = [_program(backend, device_type, trains=trains) for backend in (inductor, amp)]
+    if swaps:
+        ours = calls[1]
+
+        def swapped() -> object:
+            amp.set_precision("bf16")
+            amp.set_precision("fp32")
+            return ours()
+
+        calls[1] = swapped
     times_us: list[list[float]] = [[], []]
     with torch.set_grad_enabled(trains):
         for repetition in range(NUM_REPETITIONS + 1):

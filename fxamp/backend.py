@@ -24,7 +24,7 @@ from fxamp.options import Options
 from fxamp.passes import Change, Pass
 from fxamp.plan import Plan
 from fxamp.policy import Policy
-from fxamp.run import cuda_graphs, skipping, transforms
+from fxamp.run import cuda_graphs, skipping, transforms, warming
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
 from fxamp.run.health import NUM_OBSERVED, Finding, loss_spikes
@@ -117,6 +117,7 @@ class Amp:
         ladder = self._precisions.structure
         for policy in (options.policy, Policy(rules=ladder.rules)):
             instances.check(policy, modules)
+        assignments = ladder.assignments(facts.module for facts in captured.everywhere if facts.op is not None)
         scaler = self._scaler if captured.trains else None
         shared = _Shared(
             captured=captured,
@@ -125,7 +126,7 @@ class Amp:
             example_inputs=example_inputs,
             options=options,
             ladder=ladder,
-            num_variants=len(assignments := ladder.assignments(modules)),
+            num_variants=len(assignments),
             replay=cuda_graphs.decide(
                 options.cuda_graphs,
                 options.mode,
@@ -222,6 +223,23 @@ class Amp:
         Raises: UnknownOption for a precision that is not on the ladder, and for a region that does not exist.
         """
         self._precisions.set(precision, region)
+
+    def warm(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+        """Runs a compiled model in every precision that can occur, so that no later step records a CUDA graph.
+
+        Forward, and backward where gradients are on, three times in each combination of precisions. Parameters, gradients,
+        buffers, random numbers, loss scale and counters are what they were; attributes that the model itself counts in Python
+        are not. An example has to have the shapes of the training, and lie where it lies.
+
+        Args: model: a module, compiled as a whole or in parts; the rest: an example of its inputs.
+        Returns: the number of combinations.
+        Raises: TooManyVariants for more than 16; InvalidOption for what is no module, whose buffers nobody could put back.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise errors.InvalidOption(
+                f"warm() was given a {type(model).__name__}", way_out="Give it the compiled torch.nn.Module, then its inputs"
+            )
+        return warming.warm(self._precisions, model, args, kwargs)
 
     @property
     def precisions(self) -> Mapping[str, str]:

@@ -260,6 +260,87 @@ def test_graphs_on_both_sides_of_a_break_change_together():
     assert len(amp.graphs) == 2
 
 
+# ---- warming ---------------------------------------------------------------------------------------------------------------
+def test_warming_leaves_no_trace():
+    """Not in gradients, running statistics, random numbers, loss scale, precisions; and a step after it is the one without."""
+
+    def build() -> tuple[nn.Module, fxamp.Amp, optim.Optimizer]:
+        torch.manual_seed(1)
+        model = Fn(
+            lambda self, x: self.tail(F.dropout(F.relu(self.norm(self.head(x))), 0.5)),
+            head=nn.Linear(4, 8),
+            norm=nn.BatchNorm1d(8),
+            tail=nn.Linear(8, 2),
+        )
+        amp, optimizer = switching("fp16", "fp32", regions={"tail": "tail"}), optim.SGD(model.parameters(), lr=0.1)
+        amp.attach(optimizer)
+        return model, amp, optimizer
+
+    def train(model: nn.Module, amp: fxamp.Amp, optimizer: optim.Optimizer) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        amp.set_precision("fp32", region="tail")
+        run = torch.compile(model, backend=amp)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(x).square().mean().backward()
+            optimizer.step()
+        return {k: v.clone() for k, v in everything(model, run(x)).items()}
+
+    x = torch.randn(6, 4)
+    cold, (model, amp, optimizer) = train(*build()), build()
+    (first,) = list(model.parameters())[:1]
+    first.grad = torch.ones_like(first)
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert amp.warm(torch.compile(model, backend=amp), x) == 4
+    assert same(dict(model.state_dict()), dict(before))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [p.grad is None for p in model.parameters()] == [False] + [True] * 5
+    assert first.grad is not None
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert amp.precisions == {"model": "fp16", "tail": "fp16"}
+    assert (amp.read_loss_scale(), amp.read_skipped_steps()) == (2.0**16, 0)
+    with dynamo_config.patch(error_on_recompile=True):
+        assert same(train(model, amp, optimizer), cold)
+
+
+def test_warming_is_bounded():
+    """Each of the three graphs has four programs or two, and all of them together thirty-two combinations."""
+
+    def forward(self: Fn, x: Tensor) -> Tensor:
+        x = self.b(self.a(x))
+        torch._dynamo.graph_break()
+        x = self.d(self.c(x))
+        torch._dynamo.graph_break()
+        return self.e(x)
+
+    amp = switching(regions={name: name for name in "abcde"})
+    model = Fn(forward, **{name: nn.Linear(8, 8) for name in "abcde"})
+    with pytest.raises(errors.TooManyVariants, match="make 32 combinations to warm, and 16 is"):
+        amp.warm(torch.compile(model, backend=amp), torch.randn(2, 8))
+    with pytest.raises(errors.InvalidOption, match="Give it the compiled"):
+        amp.warm(lambda x: x, torch.randn(2, 8))
+    assert [len(g.variants) for g in amp.graphs] == [4, 4, 2]
+
+
+@pytest.mark.gpu
+def test_after_warming_no_cuda_graph_is_recorded():
+    model = mlp(16, 32, 4).cuda()
+    amp = fxamp.Amp(ladder=("bf16", "fp32"), mode="reduce-overhead")
+    run, x = torch.compile(model, backend=amp), torch.randn(8, 16, device="cuda")
+    amp.warm(run, x)
+    from torch._inductor.cudagraph_trees import get_container
+
+    manager = get_container(0).tree_manager
+    assert manager is not None
+    recorded = manager.new_graph_id().id
+    for i in range(20):
+        amp.set_precision("fp32" if i % 2 else "bf16")
+        torch.compiler.cudagraph_mark_step_begin()
+        run(x).square().mean().backward()
+        model.zero_grad()
+    assert manager.new_graph_id().id == recorded + 1
+
+
 # ---- regions ---------------------------------------------------------------------------------------------------------------
 def regional(**options: Any) -> fxamp.Amp:
     return switching(regions={"early": "layers.[01]*", "head": "head"}, **options)

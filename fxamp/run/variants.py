@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final
 
 from torch.optim import Optimizer
@@ -18,12 +19,12 @@ class Switch:
 
     def __init__(self, programs: Mapping[Assignment, Compiled], current: Mapping[str, str]) -> None:
         self._programs = {assignment.precisions: program for assignment, program in programs.items()}
-        self._regions = [region for region, _ in next(iter(self._programs))]
+        self.regions = tuple(region for region, _ in next(iter(self._programs)))
         self.turn(current)
 
     def turn(self, current: Mapping[str, str]) -> None:
         """Chooses the program for these precisions, by region."""
-        self.run: Compiled = self._programs[tuple((region, current[region]) for region in self._regions)]
+        self.run: Compiled = self._programs[tuple((region, current[region]) for region in self.regions)]
 
 
 class Precisions:
@@ -65,6 +66,27 @@ class Precisions:
             self._wanted[name] = precision
         if not (self._optimizers and self._is_under_way):
             self._swap()
+
+    def force(self, current: Mapping[str, str]) -> None:
+        """At once, whatever runs, for the regions named."""
+        self._wanted = {**self._current, **current}
+        self._swap()
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """What is forced inside is undone behind it."""
+        before = self._current, self._wanted, self._is_under_way, self.num_swaps
+        try:
+            yield
+        finally:
+            self.force(before[0])
+            self._current, self._wanted, self._is_under_way, self.num_swaps = before
+
+    @property
+    def regions_of_graphs(self) -> tuple[str, ...]:
+        """The regions whose precision some graph depends on."""
+        used = {region for switch in self._switches for region in switch.regions}
+        return tuple(name for name in self.regions if name in used)
 
     def raise_all(self) -> bool:
         """One rung up, everywhere. False: all of them are at the top already."""

@@ -44,7 +44,12 @@ def test_calls_of_both_programs_are_timed(monkeypatch):
     monkeypatch.setattr(scaling, "NUM_CALLS", 5)
     monkeypatch.setattr(scaling, "NUM_REPETITIONS", 3)
     facts = scaling.measure_dispatch("cpu")
-    assert [f.what for f in facts] == ["inference", "training, forward"]
+    assert [f.what for f in facts] == [
+        "inference",
+        "training, forward",
+        "training, forward, of two precisions",
+        "training, forward, two changes of precision before",
+    ]
     for f in facts:
         assert len(f.inductor_us) == len(f.fxamp_us) == 3
         assert min(*f.inductor_us, *f.fxamp_us) > 0

@@ -1,0 +1,80 @@
+"""Runs every variant of a model beforehand, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from fxamp import errors
+from fxamp.ladder import MAX_VARIANTS
+from fxamp.run.variants import Precisions
+
+NUM_RUNS: Final = 3
+"""Of each variant: Inductor's CUDA graphs run once to warm up, once to be recorded, and then are replayed."""
+
+
+def warm(precisions: Precisions, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Calls a model in all assignments of precisions that its graphs can meet, forward, and backward if it has one.
+
+    Gradients, buffers, random numbers, and the precisions are what they were. Returns the number of assignments.
+    Raises: TooManyVariants if there are more than `MAX_VARIANTS`.
+    """
+    with _untouched(model), precisions.kept():
+        _step(model, args, kwargs)  # compiles
+        regions = precisions.regions_of_graphs
+        count = len(precisions.ladder) ** len(regions)
+        if count > MAX_VARIANTS:
+            raise errors.TooManyVariants(
+                f"{len(regions)} regions, each in any of {len(precisions.ladder)} precisions, make {count} combinations to "
+                f"warm, and {MAX_VARIANTS} is the most",
+                way_out="Have fewer regions, or a shorter ladder",
+            )
+        for chosen in itertools.product(precisions.ladder, repeat=len(regions)):
+            precisions.force(dict(zip(regions, chosen, strict=True)))
+            for _ in range(NUM_RUNS):
+                torch.compiler.cudagraph_mark_step_begin()
+                _step(model, args, kwargs)
+    return count
+
+
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Forward and backward. The backward is asked for gradients by value: nothing is accumulated, no flag arrives."""
+    outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    leaves = _leaves(outputs)
+    if leaves:
+        torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs], allow_unused=True)
+
+
+def _leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """What a backward from here would accumulate into."""
+    queue: list[Node] = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen, leaves = set(queue), list[Tensor]()
+    while queue:
+        node = queue.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        new = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= new
+        queue += new
+    return leaves
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module) -> Generator[None]:
+    """Buffers and random number generators of a model's devices are what they were."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {t.device for t in itertools.chain(model.parameters(), model.buffers()) if t.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[device.index for device in devices]):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
