@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -258,3 +259,51 @@ def test_inductor_and_the_caches_take_it():
             assert counters["aot_autograd"]["autograd_cache_hit"] == hits
     steps(attend, inputs, backend=fxamp.Amp(precision="bf16"))  # other kernels are allowed: another graph
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+# ---- grouped queries -------------------------------------------------------------------------------------------------------
+def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
+
+
+@pytest.mark.parametrize("kernels", [[SDPBackend.FLASH_ATTENTION, MATH], [MATH]], ids=["fused", "products"])
+@pytest.mark.parametrize("masked", ["no", "causal", "bool", "float"])
+def test_grouped_queries_are_low_and_as_exact_as_a_fused_kernel(kernels: list[SDPBackend], masked: str):
+    """Eight heads of queries share two of keys and values: the gradients of those are sums over four."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = [torch.randn(2, heads, 12, 8, generator=generator, requires_grad=True) for heads in (8, 2, 2)]
+    kept = torch.rand(12, 12, generator=generator) < 0.7
+    mask = {"bool": kept, "float": torch.zeros(12, 12).masked_fill(~kept, -torch.inf)}.get(masked)
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return grouped(q, k, v, mask, masked == "causal")
+
+    def of(inputs: list[Tensor], run: Program, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = run(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.arange(out.numel()).cos().view(out.shape).to(out.dtype))]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return grouped(q, k, v, mask.double() if mask is not None and masked == "float" else mask, masked == "causal")
+
+    with sdpa_kernel(MATH):
+        want = of(inputs, exact, torch.float64)
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    torch._dynamo.reset()
+    with sdpa_kernel(kernels):
+        got = of(inputs, torch.compile(program, backend=amp), torch.float32)
+
+    def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return program(q, k, v)
+
+    peer = of(inputs, under_autocast, torch.float32)
+    assert {g.dtype for g in got} == {torch.float32}
+    ratios = [relative_error(g, w) / relative_error(p, w) for g, p, w in zip(got, peer, want, strict=True)]
+    # The same kernel; or products, whose errors are 0.8 to 1.2 times a fused kernel's on average over draws, grouped or not.
+    assert math.prod(ratios) ** (1 / len(ratios)) <= (1.02 if len(kernels) > 1 else 1.3)
+    assert min(relative_error(g, w) for g, w in zip(got, want, strict=True)) > 1e-4
+    joint = amp.graphs[0].variants["bf16"].joint
+    heavy = [n for n in joint.graph.nodes if "attention" in str(n.target) or n.target is torch.ops.aten.bmm.default]
+    low = [n for n in heavy if graph.value_of(n.args[1]).dtype == torch.bfloat16]
+    assert len(low) >= (2 if len(kernels) > 1 else 5)  # of the products, that of the scores alone has fp32 operands on a CPU
