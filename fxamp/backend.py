@@ -67,7 +67,7 @@ class Amp:
             self.options.process_group,
             self._note,
             self._precisions.raise_all,
-            has_shares=self.options.stats == "full",
+            stats=self.options.stats,
         )
         from fxamp.run.observer import Observer  # `import fxamp` stays light
 
@@ -152,7 +152,9 @@ class Amp:
         )
         run, copies = self._precisions.around(programs, trains=captured.trains), shared.replay.copies
         run = cuda_graphs.copying(run, copies) if copies else run
-        return run if scaler is None or shared.probed is None else scaler.around(run, shared.probed, captured.device)
+        if scaler is None or shared.probed is None or scaler.watches:  # a watched program has its probe already
+            return run
+        return scaler.around(run, shared.probed, captured.device)
 
     def _keep(self, record: GraphRecord) -> None:
         self._graphs.append(record)
@@ -432,14 +434,19 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
 
 
 def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
-    """The program of a rewritten graph."""
-    from fxamp import joint, lower  # Inductor takes a second to import; only compiling needs it
+    """The program of a rewritten graph. One that is watched has values of its own to speak of, and so a probe of its own: it
+    takes the graph's inputs alone."""
+    from fxamp import joint, lower, watched  # Inductor takes a second to import; only compiling needs it
+    from fxamp.joint.watch import Watch
 
     captured, options, probed = shared.captured, shared.options, shared.probed
     examples = shared.example_inputs
     scaling: tuple[Pass, ...] = ()
+    watch: Watch | None = None
     if shared.scaler is not None and probed is not None:
         gm = graph.clone(gm)  # people look at the one without these inputs
+        table = watched.mark(gm, captured.roles) if shared.scaler.watches else None
+        probed = probed if table is None else shared.scaler.watching(probed, table)
         scale, probe = shared.scaler.inputs(probed, captured.device)
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         examples = [*examples, *graph.like_examples((scale, probe), examples)]
@@ -450,6 +457,9 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
             shares=probed.has_shares,
             statistics=captured.running_statistics,
         )
+        if table is not None:
+            fuses = options.lower == "inductor"
+            watch = Watch(table, scale=first, probe=first + 1, shares=probed.has_shares, fuses=fuses)
     settings = lower.Settings(
         lower=options.lower,
         mode=options.mode,
@@ -460,10 +470,14 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         compiles_backward=shared.num_variants > 1,
         relaxed=joint.relaxed(options.relaxed, made.low),
         scaling=scaling,
+        watch=watch,
     )
     digest = _digest(captured, made, settings)
     if digest not in shared.programs:
-        shared.programs[digest] = lower.lower(gm, examples, settings, digest)
+        program = lower.lower(gm, examples, settings, digest)
+        if shared.scaler is not None and probed is not None and watch is not None:
+            program = dataclasses.replace(program, run=shared.scaler.around(program.run, probed, captured.device))
+        shared.programs[digest] = program
     return shared.programs[digest]
 
 

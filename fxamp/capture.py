@@ -273,7 +273,7 @@ def _facts(nodes: Sequence[fx.Node], around: _Surroundings) -> Iterable[tuple[st
         where, code = source_line(node)
         yield node.name, Facts(
             op=name_of(node),
-            module=_module_path(node),
+            module=module_path(node),
             where=where,
             code=code,
             region=within[node],
@@ -340,7 +340,8 @@ _PATH_WORD: Final = re.compile(r"\w+")
 _FRAME: Final = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s*(?P<code>[^\n]*)')
 
 
-def _module_path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
+    """Path of the module that a node was called in, "layers.0.attn"; "" at the top."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -370,7 +371,7 @@ def source_line(node: fx.Node) -> tuple[str, str]:
     if line is None:
         stack = node.meta.get("nn_module_stack")
         owner = list(stack.values())[-1][1] if stack else None
-        return (f"{_module_path(node)} ({getattr(owner, '__name__', owner)})".strip(), "") if owner else ("", "")
+        return (f"{module_path(node)} ({getattr(owner, '__name__', owner)})".strip(), "") if owner else ("", "")
     return line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import Final
 
@@ -52,6 +53,16 @@ def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
 def may_overflow(src: torch.dtype, dst: torch.dtype) -> bool:
     """Can a finite value of `src` be beyond the largest finite value of `dst`?"""
     return torch.finfo(src).max > torch.finfo(dst).max
+
+
+def overflows_at(dtype: torch.dtype) -> float:
+    """The smallest magnitude that is rounded to infinity in a float format: half a step above its largest number.
+
+    >>> overflows_at(torch.float16)
+    65520.0
+    """
+    largest = torch.finfo(dtype).max
+    return largest + (2.0 ** (math.frexp(largest)[1]) - largest) / 2
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

@@ -34,6 +34,9 @@ ROUNDS: Final = "fxamp_rounds"
 FOLLOWS: Final = "fxamp_follows"
 """Key under `node.meta["custom"]` of an operation that the policy lets run in the format of its operands."""
 
+WATCHED: Final = "fxamp_watched"
+"""Key under `node.meta["custom"]` of an operation whose values are watched: its entry in `watched.Table`."""
+
 MEMORY: Final = "fxamp_memory"
 """Key under `node.meta` of the memory that a value lies in since a pass moved it; its fake tensor tells the old story."""
 
@@ -486,6 +489,36 @@ def insert_beside(target: Callable[..., Any], args: tuple[Any, ...], *, before: 
     node = insert_backward(target, args, before=before)
     belong_with(node, before)
     return node
+
+
+def insert_tensor(tensor: torch.Tensor, name: str, *, before: fx.Node) -> fx.Node:
+    """Puts a constant in front of `before` in a graph of AOTAutograd's."""
+    owner = before.graph.owning_module
+    assert owner is not None
+    owner.register_buffer(name, tensor, persistent=False)
+    with before.graph.inserting_before(before):
+        held = before.graph.get_attr(name)
+        node = before.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (held,))  # it alone takes a real tensor
+    fakes = (t for x in before.graph.nodes for t in tensors_of(value_of(x)) if isinstance(t, FakeTensor))
+    for made in (held, node):
+        made.meta["val"] = next(fakes).fake_mode.from_tensor(tensor, static_shapes=True)
+    return node
+
+
+def save_for_backward(value: fx.Node, backward: fx.Graph, *, position: int) -> fx.Node:
+    """Hands a tensor of a partitioned forward to its backward, as output number `position`, in front of all else that is
+    saved. Returns it there."""
+    output = value.graph.output_node()
+    results: Any = output.args[0]
+    output.args = (type(results)([*results[:position], value, *results[position:]]),)
+    if "desc" in output.meta:
+        desc = list(output.meta["desc"])
+        output.meta["desc"] = [*desc[:position], None, *desc[position:]]
+    first = next(x for x in backward.find_nodes(op="placeholder") if tensors_of(value_of(x)))  # symbols come before
+    with backward.inserting_before(first):
+        saved = backward.placeholder(value.name)
+    saved.meta["val"] = value_of(value)
+    return saved
 
 
 def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:

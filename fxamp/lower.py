@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -16,11 +18,12 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.nn.attention import sdpa_kernel
 
 from fxamp import errors, graph, joint, legal, ops, passes, tf32
 from fxamp.joint.record import JointGraphs, JointRecord
+from fxamp.joint.watch import Watch
 from fxamp.passes import Pass
 
 Compiled = Callable[..., Any]
@@ -47,6 +50,8 @@ class Settings:
     """Passes of `joint.scaling`, where gradients are scaled."""
     compiles_backward: bool = False
     """Is the backward compiled now, rather than when the first one runs?"""
+    watch: Watch | None = None
+    """What is read of the values of the graph, beside computing them."""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -82,7 +87,7 @@ def _compile(
     early = _early_backward() if settings.compiles_backward else contextlib.nullcontext()
     with functorch_config.patch(backward_pass_autocast="off"), early:
         if settings.lower == "aot_eager":
-            return _aot_eager(gm, example_inputs, steps)
+            return _aot_eager(gm, example_inputs, steps, settings.watch)
         return _inductor(gm, example_inputs, settings, steps, digest)
 
 
@@ -186,7 +191,9 @@ class _Retrace:
 
 
 # ---- aot_eager ----------------------------------------------------------------------------------------------------------
-def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps) -> Compiled:
+def _aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps, watch: Watch | None
+) -> Compiled:
     """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -205,8 +212,11 @@ def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps) 
 
     def partition(joint_gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         optimize(joint_gm)
-        return min_cut_rematerialization_partition(joint_gm, inputs, **kwargs)
+        return split(joint_gm, inputs, **kwargs)
 
+    split = min_cut_rematerialization_partition
+    if watch is not None:
+        split = functools.partial(watch.partition, split)
     compiler = aot_autograd(
         fw_compiler=as_is,
         bw_compiler=as_is,
@@ -237,6 +247,7 @@ class _InductorPass(CustomGraphPass):
 def _inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
 ) -> Compiled:
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -249,6 +260,11 @@ def _inductor(
     if steps:
         ours = [_InductorPass(step, f"fxamp:{key}:{digest}") for step, key in steps]
         patches["joint_custom_pre_pass"] = _chained(ours, inductor_config.joint_custom_pre_pass)
+    if settings.watch is not None:
+        theirs = inductor_config.custom_partitioner_fn
+        split = min_cut_rematerialization_partition if theirs is None else theirs
+        key = repr((digest, passes.file_hash(inspect.getfile(Watch)), theirs and theirs.uuid()))
+        patches["custom_partitioner_fn"] = _WatchedPartition(functools.partial(settings.watch.partition, split), key)
     if not settings.tf32:
         return cast(Compiled, compile_fx(gm, list(example_inputs), config_patches=patches))
 
@@ -264,6 +280,21 @@ def _inductor(
     with functorch_config.patch(enable_autograd_cache=False):
         run = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return cast(Compiled, run)
+
+
+class _WatchedPartition(CustomPartitionerFn):
+    """A partitioner in the shape that Inductor calls and keys its caches on."""
+
+    def __init__(self, split: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], key: str) -> None:
+        self.split, self.key = split, key
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.split(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return self.key
 
 
 def _chained(steps: list[_InductorPass], theirs: Any) -> Any:

@@ -43,7 +43,7 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
     """
     parts = _parts(gradients, slots)
     norms = torch._foreach_norm([numbers for _, numbers in parts], math.inf) if parts else ()
-    values = [(slot, _to_fp32(norm)) for (slot, _), norm in zip(parts, norms, strict=True)]
+    values = [(slot, to_fp32(norm)) for (slot, _), norm in zip(parts, norms, strict=True)]
     return _in_slots(values, num_slots, gradients[0].device)
 
 
@@ -78,7 +78,7 @@ def _in_slots(values: list[tuple[int, Tensor]], num_slots: int, device: torch.de
     return torch.stack([found.get(slot, zero) for slot in range(num_slots)])
 
 
-def _to_fp32(x: Tensor) -> Tensor:
+def to_fp32(x: Tensor) -> Tensor:
     """Finite numbers stay finite: what fp64 holds may be beyond fp32."""
     if x.dtype != torch.float64:
         return x.float()

@@ -71,8 +71,9 @@ class Options:
     """"auto": inference graphs replay as CUDA graphs and hand out copies; training is left to `mode`. True: Inductor's own
     behaviour, as in mode="reduce-overhead". "require": a graph that cannot be captured is an error."""
     stats: str | None = None
-    """What is gathered about gradients beyond the largest number of each: None; "full": which share of each is below what fp16
-    holds, at the price of reading them once more, for `Amp.health`. "overflow" not yet."""
+    """What is gathered for `Amp.health` beyond the largest number of each gradient: None; "overflow": which operation made the
+    first inf or NaN, forward or backward, at the price of reading the results of all of them once more; "full": that, and
+    which share of each gradient is below what fp16 holds. Both need loss scaling, in any precision; scaling=1.0 will do."""
     on_error: Literal["raise", "eager"] = "raise"
     """What an internal failure of fxamp does: "raise" a typed error, or compile the "eager", untouched graph, count it in the
     report, and warn once."""
@@ -168,6 +169,11 @@ def _check_choices(options: Options) -> None:
             "gradients are scaled in the joint graph, and lower='eager' has none",
             way_out="Use lower='inductor' or 'aot_eager', or scaling=None",
         )
+    if options.stats is not None and scaling.resolve(options.scaling, options.rungs.rungs) is None:
+        raise errors.InvalidOption(
+            f"stats={options.stats!r} is gathered by loss scaling, and nothing is scaled",
+            way_out="scaling=1.0 gathers it and scales nothing, in any precision",
+        )
     if options.lower != "inductor" and options.mode is not None:
         raise errors.InvalidOption(
             f"mode={options.mode!r} is Inductor's, and lower={options.lower!r} does not use it",
@@ -201,8 +207,6 @@ def _check_landed(options: Options) -> None:
         raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
     if options.on_overflow != "skip":
         raise errors.not_yet("on_overflow", options.on_overflow, "Leave it out")
-    if options.stats == "overflow":
-        raise errors.not_yet("stats", "overflow", "Leave it out: Amp.health() names the gradients that overflowed")
 
 
 def _check_regions(options: Options) -> None:

@@ -73,9 +73,9 @@ def test_every_option_is_documented():
         ({"precision": "fp32", "scheduler": fxamp.CurvatureScheduler()}, errors.InvalidOption,
          "ERROR[InvalidOption]: a scheduler has nothing to change between in precision='fp32'. Give the lower precision, "
          "precision='bf16', or a ladder=('bf16', 'fp32')"),
-        ({"stats": "overflow"}, errors.NotYet,
-         "ERROR[NotYet]: stats='overflow' is not implemented yet. Leave it out: Amp.health() names the gradients that "
-         "overflowed"),
+        ({"stats": "overflow"}, errors.InvalidOption,
+         "ERROR[InvalidOption]: stats='overflow' is gathered by loss scaling, and nothing is scaled. scaling=1.0 gathers it "
+         "and scales nothing, in any precision"),
     ],
 )  # fmt: skip
 def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exception], text: str):

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxamp import errors, formats, graph, ops
+from fxamp.joint.descriptors import descriptors, input_of
 from fxamp.passes import Change, Kept
 
 _MUL = torch.ops.aten.mul.Tensor
@@ -48,17 +49,17 @@ class ScaleGradients:
     def __call__(self, gm: fx.GraphModule) -> Change:
         output = next(iter(gm.graph.find_nodes(op="output")))
         inputs = gm.graph.find_nodes(op="placeholder")
-        by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), _descriptors().PlainAOTInput)}
+        by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), descriptors().PlainAOTInput)}
         scale, probe = by_index[self.scale], by_index[self.probe]
         results = list(output.args[0])
         gradients = dict(_gradients(output, results))
-        position = next((i for i, desc in enumerate(output.meta["desc"]) if _input_of(desc) == self.probe), None)
+        position = next((i for i, desc in enumerate(output.meta["desc"]) if input_of(desc) == self.probe), None)
         if position is None:  # nothing in the graph is differentiable
             return Change(pass_name=type(self).__name__, kept=(Kept(node=probe.name, reason="the graph has no backward"),))
         _refuse_wrapped(inputs)
 
         before = len(gm.graph.nodes)
-        tangents = [x for x in inputs if isinstance(x.meta.get("desc"), _descriptors().TangentAOTInput)]
+        tangents = [x for x in inputs if isinstance(x.meta.get("desc"), descriptors().TangentAOTInput)]
         inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=_first_user(tangents, output), name="inv_scale")
         _compute_with_true_gradients(gm, tangents, scale, inverse)
         for tangent in tangents:
@@ -79,7 +80,7 @@ class ScaleGradients:
         slots: list[int] = []
         nodes: list[fx.Node] = []
         for i, desc in gradients.items():
-            position = _input_of(desc)
+            position = input_of(desc)
             slots.append(len(self.slots) if position is None else slot_of.get(position, len(self.slots)))
             nodes.append(results[i])
         num_slots = len(self.slots) + 1
@@ -90,32 +91,17 @@ class ScaleGradients:
         return graph.insert_backward(torch.ops.aten.cat.default, ([largest, shares],), before=output)
 
 
-def _descriptors() -> Any:
-    """What AOTAutograd says an input or output is. Imported late: it would make `import fxamp` four times slower."""
-    from torch._functorch._aot_autograd import descriptors
-
-    return descriptors
-
-
 def _gradients(output: fx.Node, results: list[Any]) -> Iterator[tuple[int, Any]]:
     """(position, descriptor) of the gradients among a joint graph's outputs."""
     for i, (result, desc) in enumerate(zip(results, output.meta["desc"], strict=True)):
-        if isinstance(desc, _descriptors().GradAOTOutput) and isinstance(result, fx.Node):
+        if isinstance(desc, descriptors().GradAOTOutput) and isinstance(result, fx.Node):
             yield i, desc
-
-
-def _input_of(desc: Any) -> int | None:
-    """The position of the input that a gradient belongs to; None for the base of several inputs, which has none."""
-    of: Any = desc.grad_of if isinstance(desc, _descriptors().GradAOTOutput) else None
-    while isinstance(of, _descriptors().ViewBaseAOTInput):
-        of = of.base_of
-    return of.idx if isinstance(of, _descriptors().PlainAOTInput) else None
 
 
 def _refuse_wrapped(inputs: list[fx.Node]) -> None:
     for node in inputs:
         desc: Any = node.meta.get("desc")
-        kind = _descriptors().TangentAOTInput
+        kind = descriptors().TangentAOTInput
         if not isinstance(desc, kind) and isinstance(_innermost(desc), kind):
             raise errors.CannotScale(
                 f"an output of the graph is a tensor subclass, whose gradient arrives in parts ({desc.expr()})",
@@ -229,7 +215,7 @@ class KeepFiniteStatistics:
         for write in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
             old, new = write.args[:2]
             desc: Any = old.meta.get("desc") if isinstance(old, fx.Node) else None
-            is_input = isinstance(desc, _descriptors().PlainAOTInput)
+            is_input = isinstance(desc, descriptors().PlainAOTInput)
             if not (is_input and desc.idx in self.inputs and isinstance(new, fx.Node)):
                 continue
             size = graph.insert_beside(torch.ops.aten.abs.default, (new,), before=write)

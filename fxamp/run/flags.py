@@ -7,13 +7,16 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from fxamp.ops import SMALLEST_NORMAL
 from fxamp.run.health import Slot
+
+if TYPE_CHECKING:
+    from fxamp.watched import Watched
 
 ROOM_AT_FIRST: Final = 1024
 """Slots of a new store; it doubles when they are taken."""
@@ -32,11 +35,22 @@ class ProbedGraph:
     """Which of them are parameters; the others are activations and other tensors of the call."""
     has_shares: bool
     """Does the probe's gradient hold shares behind the magnitudes?"""
+    watched: tuple[Watched, ...] = ()
+    """What is watched in it; the probe's gradient holds three numbers for each behind all others, four with shares."""
 
     @property
-    def probe_size(self) -> int:
-        """A number for each slot and one for all other gradients; twice that with shares."""
-        return (len(self.names) + 1) * (2 if self.has_shares else 1)
+    def num_slots(self) -> int:
+        """One for each input, and one for all other gradients."""
+        return len(self.names) + 1
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """How many numbers of the probe's gradient are magnitudes, shares, and about what is watched."""
+        return (
+            self.num_slots,
+            self.num_slots if self.has_shares else 0,
+            len(self.watched) * (4 if self.has_shares else 3),
+        )
 
 
 class Flags:
@@ -48,6 +62,8 @@ class Flags:
     """
 
     def __init__(self, device: torch.device) -> None:
+        from fxamp.run.watch import Watch  # late: it makes `import fxamp` slower
+
         self.device: Final = device
         self._store = torch.zeros(ROOM_AT_FIRST, device=device)
         self._record = torch.zeros((3, ROOM_AT_FIRST), device=device)
@@ -60,11 +76,12 @@ class Flags:
         self._released: dict[int, list[slice]] = {}
         """Slots of probes that are gone, by their number."""
         self._masks: dict[frozenset[int | None], Tensor] = {}
+        self.watch: Final = Watch(device)
         self.arrivals: Final[set[int | None]] = set()
         """Ids of the parameters whose gradients have arrived, and are not cleared."""
 
     def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor]) -> Tensor:
-        """The probe of a graph, fp32 [graph.probe_size], for a call with these parameters, in the order of their slots."""
+        """The probe of a graph, fp32 [sum(graph.parts)], for a call with these parameters, in the order of their slots."""
         key = (graph.index, *map(id, parameters))
         found = self._probes.get(key)
         return self._new_probe(key, graph, parameters) if found is None else found
@@ -73,9 +90,9 @@ class Flags:
         rest = iter(parameters)
         owners = [id(next(rest)) if is_parameter else None for is_parameter in graph.are_parameters]
         span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
-        probe = torch.zeros(graph.probe_size, device=self._store.device, requires_grad=True)
+        probe = torch.zeros(sum(graph.parts), device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
-        probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids))
+        probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids, graph))
         self._probes[key] = probe
         this: weakref.ref[Flags] = weakref.ref(self)
         # A backward that is still to come keeps its probe alive, and its parameters.
@@ -112,12 +129,15 @@ class Flags:
         self._probes.pop(key, None)
         self.arrivals.discard(owner)
 
-    def _arrive(self, span: slice, ids: frozenset[int], probe: Tensor) -> None:
+    def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
         assert probe.grad is not None
-        largest, *shares = probe.grad.split(span.stop - span.start)
-        for view, arrived in zip((self._store[span], self._record[2, span]), (largest, *shares), strict=False):
-            torch.maximum(view, arrived, out=view)
-        self._has_shares |= bool(shares)
+        largest, shares, watched = probe.grad.split(graph.parts)
+        torch.maximum(self._store[span], largest, out=self._store[span])
+        if graph.has_shares:
+            torch.maximum(self._record[2, span], shares, out=self._record[2, span])
+            self._has_shares = True
+        if graph.watched:
+            self.watch.arrive(graph.index, graph.watched, watched)
         probe.grad = None
         self.arrivals.update(ids)
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fxamp.scaling import DynamicScale, Scaling
 
-Kind = Literal["calibration", "explosion", "loss spike", "underflow", "oscillation", "floor"]
+Kind = Literal["calibration", "explosion", "loss spike", "underflow", "oscillation", "floor", "overflow"]
 
 SPIKE: Final = 100.0
 """A largest gradient this many times the median of those before it is a spike: twice what fp16 has above a gradient of 2^9."""
@@ -34,6 +34,9 @@ NUM_BEFORE_LOSS_SPIKE: Final = 32
 SHARE_LOST: Final = 0.5
 """The share of a gradient's numbers below the smallest normal number that is called an underflow."""
 
+
+NUM_NAMED: Final = 3
+"""Operations that an underflow names; the evidence has all of them."""
 
 AT_FLOOR: Final = "The forward overflows fp16, or loss or data hold inf or NaN"
 """Why gradients overflow that no lower scale would save."""
@@ -77,9 +80,14 @@ class Finding:
 
 
 def findings(
-    config: Scaling, history: Sequence[Update], slots: Sequence[Slot], num_calibrating: int
+    config: Scaling,
+    history: Sequence[Update],
+    slots: Sequence[Slot],
+    num_calibrating: int,
+    share_by_operation: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Finding, ...]:
-    """What the record shows, the gravest first. `history`: the updates on record, oldest first."""
+    """What the record shows, the gravest first. `history`: the updates on record, oldest first; `share_by_operation`: of the
+    numbers of gradients that operations hand on in fp16, those that are mostly lost, largest first."""
     worst = sorted((s for s in slots if s.num_overflows), key=lambda s: -s.num_overflows)
     culprits = {s.name: s.num_overflows for s in worst[:5]}
     # Skips of a scale that looks for its place are no illness; they come before the first clean update on record.
@@ -88,9 +96,9 @@ def findings(
     found = [
         _floor(config, settled, culprits),
         _explosion(settled, culprits),
-        _underflow(slots),
+        _underflow(slots, share_by_operation),
         _oscillation(config, settled, culprits),
-        _calibration(num_calibrating),
+        _calibration(num_calibrating, is_over=first_clean < len(history)),
     ]
     return tuple(finding for finding in found if finding is not None)
 
@@ -162,16 +170,24 @@ def _median(values: Sequence[float]) -> float:  # the module `statistics` would 
     return sorted(values)[len(values) // 2]
 
 
-def _underflow(slots: Sequence[Slot]) -> Finding | None:
+def _underflow(slots: Sequence[Slot], share_by_operation: Mapping[str, float]) -> Finding | None:
     lost = {s.name: s.share_lost for s in slots if s.share_lost is not None and s.share_lost > SHARE_LOST}
     whole = {s.name: s.num_lost for s in slots if s.num_lost}
-    if not lost and not whole:
+    if not lost and not whole and not share_by_operation:
         return None
     names = list(lost or whole)
+    by_operation = {"share_by_operation": dict(share_by_operation)} if share_by_operation else {}
+    parts: list[str] = []
+    if names:
+        of = f"{len(names)} tensors, {names[0]} for one,"
+        parts.append(f"gradients of {of} are mostly below the smallest normal number of fp16")
+    if share_by_operation:
+        worst = [f"{share:.0%} at {place}" for place, share in list(share_by_operation.items())[:NUM_NAMED]]
+        parts.append(f"of the gradients that operations hand on fp16 holds badly or not at all {', '.join(worst)}")
     return Finding(
         kind="underflow",
-        what=f"gradients of {len(names)} tensors, {names[0]} for one, are mostly below the smallest normal number of fp16",
-        evidence={"share_lost": lost, "num_updates_lost": whole},
+        what="; ".join(parts),
+        evidence={"share_lost": lost, "num_updates_lost": whole, **by_operation},
         way_out="Let the scale grow (growth_interval_steps, hysteresis_steps), or keep the operation in fp32 by policy={...}",
     )
 
@@ -191,9 +207,17 @@ def _oscillation(config: Scaling, settled: Sequence[Update], culprits: Mapping[s
     )  # fmt: skip
 
 
-def _calibration(num_calibrating: int) -> Finding | None:
+def _calibration(num_calibrating: int, *, is_over: bool) -> Finding | None:
     if not num_calibrating:
         return None
+    if not is_over:
+        return Finding(
+            kind="calibration",
+            what=f"all {num_calibrating} steps so far were left out: the scale is still looking for its place",
+            evidence={"num_updates": num_calibrating},
+            way_out="Wait for the first that is not; a smaller DynamicScale(init=...) starts nearer to it. If none comes, the "
+            "cause is another one",
+        )
     return Finding(
         kind="calibration",
         what=f"the first {num_calibrating} steps were left out while the scale looked for its place",

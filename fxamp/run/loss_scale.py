@@ -103,6 +103,10 @@ class LossScale:
             self._tracker.copy_(after.tracker)
             self._patience.copy_(after.patience)
 
+    def calibrates(self, overflowed: Tensor) -> Tensor:
+        """fp32 [], 1 if an update with this overflow comes before the first one without, else 0."""
+        return overflowed * self._is_calibrating.float()
+
     def is_at_floor(self, overflowed: Tensor) -> Tensor | None:
         """fp32 [], 1 if gradients overflow and the scale cannot fall further; None for a scale that does not move."""
         if not isinstance(self.config, DynamicScale):

@@ -7,7 +7,8 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.skipping import Route
 from fxamp.scaling import DynamicScale, Scaling
 
+if TYPE_CHECKING:
+    from fxamp.run.watch import Sighting
+    from fxamp.watched import Table
+
 Compiled = Callable[..., Any]
 
 
@@ -37,10 +42,10 @@ class Scaler:
     """
 
     def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None], raise_precision: Callable[[], bool], *,
-        has_shares: bool = False,
+        stats: str | None = None,
     ) -> None:
         self.config: Final = config
-        self._has_shares = has_shares
+        self._stats = stats
         self._group, self._warn, self._raise_precision = group, warn, raise_precision
         self._graph_ids = itertools.count()
         self._flags: dict[torch.device, Flags] = {}
@@ -83,6 +88,11 @@ class Scaler:
             self._replicas[device] = state.scale.to(device)
         return self._replicas[device]
 
+    @property
+    def watches(self) -> bool:
+        """Is every operation of a graph to be watched?"""
+        return self._stats is not None
+
     def graph(self, names: Mapping[int, str], parameters: Collection[int]) -> ProbedGraph:
         """A graph whose inputs at these positions, with these names, get gradients; `parameters`: which are parameters."""
         return ProbedGraph(
@@ -90,12 +100,16 @@ class Scaler:
             positions=tuple(names),
             names=tuple(names.values()),
             are_parameters=tuple(i in parameters for i in names),
-            has_shares=self._has_shares,
+            has_shares=self._stats == "full",
         )
+
+    def watching(self, graph: ProbedGraph, table: Table) -> ProbedGraph:
+        """The same graph in a program whose values are watched."""
+        return replace(graph, index=next(self._graph_ids), watched=table.entries)
 
     def inputs(self, graph: ProbedGraph, device: torch.device) -> tuple[Tensor, Tensor]:
         """Examples of the two inputs behind those of a graph: its scale and its probe."""
-        return self.scale_on(device), torch.zeros(graph.probe_size, device=device, requires_grad=True)
+        return self.scale_on(device), torch.zeros(sum(graph.parts), device=device, requires_grad=True)
 
     def around(self, program: Compiled, graph: ProbedGraph, device: torch.device) -> Compiled:
         """A compiled graph that takes scale and probe behind its inputs, as one that does not."""
@@ -241,6 +255,11 @@ class Scaler:
             return  # a step of another thread has ended the round
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
         at_floor = state.is_at_floor(overflowed)
+        if self.watches:
+            facts = (overflowed, state.calibrates(overflowed))
+            for flags in self._flags.values():
+                here = (x.to(flags.device, non_blocking=True) for x in facts)
+                flags.watch.close(state.num_updates, self.scale_on(flags.device), *here)
         state.update(overflowed, torch.zeros_like(overflowed) if self._largest is None else self._largest)
         self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
@@ -290,8 +309,30 @@ class Scaler:
 
     def read_health(self) -> tuple[Finding, ...]:
         """See `Amp.health`."""
-        state = self.state()
-        return findings(self.config, state.read_history(), self.read_slots(), int(state.num_calibrating))
+        from fxamp.run import culprits  # words, of which a run that is well has no need
+
+        state, history, sightings = self.state(), self.state().read_history(), self._read_sightings()
+        num_calibrating = int(state.num_calibrating)
+        whole = findings(self.config, history, self.read_slots(), num_calibrating, culprits.lost(sightings))
+        run = culprits.Run(
+            num_updates=state.num_updates,
+            num_bad=sum(update.overflowed for update in history),
+            has_settled=num_calibrating < state.num_updates,
+            scale=float(state.scale),
+            rank=_rank(),
+        )
+        named = culprits.findings(sightings, run)
+        if any(culprits.is_older(finding, num_calibrating) for finding in named):  # the scale was not all that was wrong
+            whole = tuple(finding for finding in whole if finding.kind != "calibration")
+        return whole + named
+
+    def _read_sightings(self) -> list[Sighting]:
+        """What is on record of each value that is watched. Waits for the device."""
+        return [
+            sighting
+            for flags in self._flags.values()
+            for sighting in flags.watch.read(self.state().num_updates, self.scale_on(flags.device), flags.any_overflow())
+        ]
 
     def read_summary(self) -> tuple[tuple[str, str], ...]:
         """(what, value), for people. Waits for the device."""
@@ -322,6 +363,12 @@ class Scaler:
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()
+
+
+def _rank() -> int | None:
+    from torch import distributed
+
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
 
 
 @functools.cache

@@ -1,0 +1,143 @@
+"""What compiled backwards say of each value that stats="overflow" watches, on record by updates of the scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxamp.watched import Watched
+
+ROOM_AT_FIRST: Final = 4096
+"""Entries of a new record; it doubles when they are taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What is on record of one entry of the table of a graph. "Bad" updates are those in which a gradient overflowed."""
+
+    graph: int
+    watched: Watched
+    num_made: int
+    """Bad updates in which it made an inf or a NaN of finite operands, those of `num_calibrating` too."""
+    num_turned: int
+    """Bad updates in which it made a NaN where its operands held an inf at worst."""
+    num_passed_on: int
+    """Bad updates in which it only handed on what an operand held."""
+    num_calibrating: int
+    """Of the updates in `num_made`, those in which the scale still looked for its place."""
+    num_harmless: int
+    """Good updates in which it made, or turned, one too."""
+    first: int
+    last: int
+    """The first and the last bad update, counted from 0, in which it made one or turned one; -1: none."""
+    smallest_scale: float
+    """The smallest loss scale among them; inf: none."""
+    share_lost: float
+    """The largest share, in any good update, of the numbers of its gradients that fp16 held with less precision, or not at
+    all; 0 if they are not fp16, or nobody asked."""
+
+
+class _Rows(NamedTuple):
+    """The record, row by row, each fp32 [room]."""
+
+    made: Tensor
+    turned: Tensor
+    passed_on: Tensor
+    calibrating: Tensor
+    harmless: Tensor
+    first: Tensor
+    last: Tensor
+    smallest_scale: Tensor
+    share_lost: Tensor
+
+
+class Watch:
+    """The record for all graphs on a device. Nothing here waits for it but `read`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arrived = torch.zeros((4, 0), device=device)
+        """Per entry: how often since the last update it made, turned, and passed on; the largest share."""
+        self._record = torch.zeros((len(_Rows._fields), 0), device=device)
+        self._entries: list[tuple[int, Watched]] = []
+        self._spans: dict[int, slice] = {}
+
+    def arrive(self, graph: int, watched: Sequence[Watched], facts: Tensor) -> None:
+        """Takes what a backward says of the entries of its graph, fp32 [3 * entries], or [4 * entries] with shares."""
+        span = self._spans.get(graph)
+        if span is None:
+            span = self._room_for(graph, watched)
+        rows = facts.view(-1, len(watched))
+        self._arrived[:3, span].add_(rows[:3])
+        if len(rows) > 3:
+            share = self._arrived[3, span]
+            torch.maximum(share, rows[3], out=share)
+
+    @torch.inference_mode(False)
+    def _room_for(self, graph: int, watched: Sequence[Watched]) -> slice:
+        span = self._spans[graph] = slice(len(self._entries), len(self._entries) + len(watched))
+        self._entries += [(graph, entry) for entry in watched]
+        missing = span.stop - self._arrived.shape[1]
+        if missing > 0:
+            size = max(missing, self._arrived.shape[1], ROOM_AT_FIRST)
+            self._arrived = torch.cat([self._arrived, self._arrived.new_zeros((4, size))], dim=1)
+            nothing = self._record.new_zeros((len(_Rows._fields), size))
+            rows = _Rows(*nothing)
+            for row, value in ((rows.first, -1.0), (rows.last, -1.0), (rows.smallest_scale, math.inf)):
+                row.fill_(value)
+            self._record = torch.cat([self._record, nothing], dim=1)
+        return span
+
+    def close(self, update: int, scale: Tensor, overflowed: Tensor, calibrates: Tensor) -> None:
+        """Takes what has arrived into the record, as that of an update with this number. The others are fp32 []: the scale
+        that it was computed with; 1 if a gradient overflowed, else 0; 1 if the scale still looks for its place, else 0."""
+        self._record = _closed(self._record, self._arrived, update, scale, overflowed, calibrates)
+        self._arrived.zero_()
+
+    def read(self, update: int, scale: Tensor, overflowed: Tensor) -> list[Sighting]:
+        """What is on record, and what has arrived since the last update. Waits for the device."""
+        zero = torch.zeros_like(overflowed)
+        record = _closed(self._record, self._arrived, update, scale, overflowed, zero)
+        columns = record[:, : len(self._entries)].T.tolist()
+        return [
+            Sighting(
+                graph=graph,
+                watched=entry,
+                num_made=int(row.made),
+                num_turned=int(row.turned),
+                num_passed_on=int(row.passed_on),
+                num_calibrating=int(row.calibrating),
+                num_harmless=int(row.harmless),
+                first=int(row.first),
+                last=int(row.last),
+                smallest_scale=float(row.smallest_scale),
+                share_lost=float(row.share_lost),
+            )
+            for (graph, entry), column in zip(self._entries, columns, strict=True)
+            for row in (_Rows(*column),)
+        ]
+
+
+def _closed(
+    record: Tensor, arrived: Tensor, update: int, scale: Tensor, overflowed: Tensor, calibrates: Tensor
+) -> Tensor:
+    before = _Rows(*record)
+    made, turned, passed_on, share = *(arrived[:3] > 0).float(), arrived[3]
+    worst = torch.maximum(made, turned)
+    bad = worst * overflowed > 0
+    return torch.stack(_Rows(
+        made=before.made + made * overflowed,
+        turned=before.turned + turned * overflowed,
+        passed_on=before.passed_on + passed_on * (1 - worst) * overflowed,
+        calibrating=before.calibrating + made * overflowed * calibrates,
+        harmless=before.harmless + worst * (1 - overflowed),
+        first=torch.where(bad & (before.first < 0), float(update), before.first),
+        last=torch.where(bad, float(update), before.last),
+        smallest_scale=torch.where(bad, torch.minimum(before.smallest_scale, scale), before.smallest_scale),
+        share_lost=torch.maximum(before.share_lost, share.clamp(max=1.0) * (1 - overflowed)),
+    ))  # fmt: skip
