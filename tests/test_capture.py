@@ -257,3 +257,14 @@ def test_operators_named_after_keywords_write_nothing():
 
     gm = captured_of(fn, torch.rand(3), torch.rand(3)).gm
     assert [capture.writes(n) for n in gm.graph.nodes] == [[]] * len(gm.graph.nodes)
+
+
+def test_a_read_by_stride_is_watched_until_its_operand_is_contiguous():
+    def reads(x, dense: bool):
+        y = x.exp()
+        return (y.permute((0,)).contiguous() if dense else y).as_strided((2, 2), (1, 1)) * 2
+
+    for dense in (False, True):
+        captured = captured_of(lambda x, dense=dense: reads(x, dense), torch.rand(4))
+        assert any("by stride" in reason for reason in captured.pinned.values()) == (not dense)
+        assert bool(captured.read_by_stride) == (not dense)

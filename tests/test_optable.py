@@ -69,6 +69,12 @@ def test_every_operation_of_the_database_was_looked_at():
     assert not unlisted
 
 
+def test_unlisted_operations_may_hand_on_memory():
+    assert optable.may_alias("mylib::scan")
+    assert optable.may_alias(None)
+    assert not optable.may_alias("exp")
+
+
 def test_unlisted_operations_are_kept_as_traced():
     assert optable.classify("mylib::scan")[0] is OpClass.KEEP
     assert optable.classify(None)[0] is OpClass.KEEP

@@ -38,6 +38,8 @@ LEGAL: Final = "tests/test_legal.py"
 LOWER: Final = "tests/rewrite/test_lower.py"
 IN_PLACE: Final = "tests/rewrite/test_out_of_place.py"
 GUARDS: Final = "tests/test_guards.py"
+WIDENING: Final = "tests/test_widening.py"
+MOVEMENT: Final = "tests/joint/test_movement.py"
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,10 @@ MUTANTS: Final = (
             "if False:",
         ),
         ("pinned: not in torch.func", "    if is_inside_func:\n", "    if False:\n"),
-        ("pinned: not what is read by stride", "elif name in _BY_STRIDE:", "elif False:"),
+        ("pinned: not what is read by stride", "    elif _reads_by_stride(node):\n", "    elif False:\n"),
         (
             "pinned: not whose strides somebody may read",
-            "elif calls and name not in optable.TABLE and name not in optable.METADATA:",
+            "elif calls and name not in optable.TABLE and name not in optable.METADATA and name not in _BY_VALUE:",
             "elif False:",
         ),
         (
@@ -189,6 +191,61 @@ MUTANTS: Final = (
             '("bernoulli", "add", "sub", "mul", "div", "relu", "sigmoid", ',
         ),
         ("out of place: values stay where they were", "        _move(members[key], first)\n", "        pass\n"),
+    ),
+    # ---- reads by stride ----------------------------------------------------------------------------------
+    *_each(
+        "fxamp/capture.py",
+        (f"{CAPTURE}::test_a_read_by_stride_is_watched_until_its_operand_is_contiguous", f"{FOUND}::test_windows"),
+        ("strided: beyond the operand", "    if result.numel() > 0 and last >= value.numel():\n", "    if False:\n"),
+        ("strided: of what is not dense", "if not value.permute(order).is_contiguous() or offset", "if offset"),
+        ("strided: from any place", " or offset not in (None, value.storage_offset()):", ":"),
+        ("strided: of what is not made contiguous", "return read is None or not read.is_made_dense", "return read is None"),
+    ),
+    *_each(
+        "fxamp/rewrite/strided.py",
+        (f"{FOUND}::test_windows",),
+        ("strided: of written memory", "if graph.storages(node).isdisjoint(written)]", "]"),
+    ),
+    # ---- where values are widened -------------------------------------------------------------------------
+    *_each(
+        "fxamp/widening.py",
+        (WIDENING,),
+        ("widening: what some read low", "all(user in wide or is_wide for user, is_wide in readers[node]) and ", ""),
+        ("widening: what may not be wide", " and is_free(node):\n", ":\n"),
+        ("widening: what a cast lays out otherwise", "if all(map(is_source, given)) and _numel", "if _numel"),
+        ("widening: where it costs more", " and _numel(given) < _numel(widened_now):\n", ":\n"),
+    ),
+    *_each(
+        "fxamp/rewrite/lower.py",
+        (LOWER, WIDENING),
+        ("casts: gradients may be summed low", " and not rounds_gradients(value, dtype):\n", ":\n"),
+    ),
+    *_each(
+        "fxamp/joint/absorb.py",
+        (MOVEMENT,),
+        (
+            "absorb: by operations that do not widen",
+            "all(user in narrow or _may_absorb(user, node) for user in node.users)",
+            "True",
+        ),
+        (
+            "absorb: with no wide operand left",
+            "if node not in narrow and not any(_is_wide(x, node) and x not in narrow for x in node.all_input_nodes):",
+            "if False:",
+        ),
+        ("absorb: casts that round", "return formats.is_lossless(source.dtype, result.dtype) and layout", "return layout"),
+        ("absorb: whatever the strides", " and layout(source) == layout(result)\n", "\n"),
+        ("absorb: 0-dim operands decide", " and value.dim() > 0\n", "\n"),
+        (
+            "absorb: sums in the narrow format",
+            'graph.set_arguments(node, node.args, {**node.kwargs, "dtype": graph.value_of(node).dtype})',
+            "pass",
+        ),
+        (
+            "absorb: the user's own casts",
+            "if graph.own_cast(node) is None and not graph.is_of_a_decomposition(node):",
+            "if False:",
+        ),
     ),
     # ---- snapshots and sharing ----------------------------------------------------------------------------
     *_each(
@@ -261,7 +318,11 @@ MUTANTS: Final = (
         "fxamp/plan.py",
         (RULES, PLAN, FOUND),
         ("plan: written results stay low", "result, why = TRACED if value.dtype != TRACED else None,", "result, why = None,"),
-        ("plan: written values follow", "if pinned is not None and cls is not OpClass.LOW:", "if False:"),
+        (
+            "plan: written values follow",
+            "if pinned is not None and (cls is not OpClass.LOW or node.name in self.captured.read_by_stride):",
+            "if pinned is not None and node.name in self.captured.read_by_stride:",
+        ),
         (
             "plan: an operation cannot refuse",
             "        if refusal is not None:\n            return self._keep",

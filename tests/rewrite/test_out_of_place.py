@@ -149,3 +149,14 @@ def test_gradients_of_a_kept_and_a_replaced_one():
     pull(torch.compile(model, backend=fxamp.Amp(precision="fp32", lower="aot_eager"))(x))
     pull(twin(x))
     assert relative_error(model.lin.weight.grad, twin.lin.weight.grad) < 1e-6
+
+
+def test_more_than_plain_tensors_stay_in_place():
+    """What a subclass, or a real tensor, does in place is its own business."""
+    gm, _ = graph_of(relu_after, torch.rand(3))
+    written = next(node for node in gm.graph.nodes if node.target is F.relu)
+    graph.set_value(written.args[0], torch.rand(3))
+    graph.set_value(written, written.args[0].meta["example_value"])
+    change = OutOfPlace()(gm)
+    assert [kept.reason for kept in change.kept] == ["a value is more than a plain tensor"]
+    assert written.kwargs["inplace"] is True
