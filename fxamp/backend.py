@@ -83,6 +83,16 @@ class Amp:
     def __repr__(self) -> str:
         return str(self.options)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Amp:
+        """Itself: a copy of a compiled model (weight averaging, say) is compiled by the same compiler."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise errors.CannotPickle(
+            "an Amp holds compiled programs, and cannot be pickled",
+            way_out="Save amp.state_dict(), and load it into a new Amp with the same options",
+        )
+
     # ---- the backend ----------------------------------------------------------------------------------------------------
     def __call__(
         self,
@@ -296,8 +306,9 @@ class Amp:
         """What ails the run: loss spikes, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
         and skips that are calibration. Empty: nothing is known. Waits for the device.
 
-        Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="full" also which
-        share of each gradient's numbers fp16 could not hold, which reads every gradient once more in every backward.
+        Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also which
+        operation made the first inf or NaN, forward or backward; with stats="full" also which share of each gradient's numbers
+        fp16 could not hold.
         """
         steps = self.history.steps
         spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:]])

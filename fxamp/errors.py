@@ -68,6 +68,10 @@ class CannotScale(FxampError, RuntimeError):
     """Gradients of a graph, or the parameters of an optimizer, are of a kind that loss scaling cannot protect."""
 
 
+class CannotPickle(FxampError, TypeError):
+    """An Amp was pickled: it holds compiled programs and the live parameters of a model."""
+
+
 class NeedsScaling(FxampError, RuntimeError):
     """Something about loss scaling was asked of an Amp that scales nothing."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -601,3 +602,12 @@ def test_ten_thousand_steps_with_random_faults_leave_nothing_behind():
     assert all(torch.isfinite(t).all() for t in model.state_dict().values())
     assert 100 < amp.read_skipped_steps() < 300
     assert sizes[1] < sizes[0] + 100_000
+
+
+def test_a_copy_of_an_amp_is_itself_and_a_pickle_of_one_is_refused():
+    model, (x, y) = mlp(8, 16, 4), next(batches(1))
+    amp = scaled()
+    F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+    assert copy.deepcopy(amp) is amp
+    with pytest.raises(errors.CannotPickle, match="state_dict"):
+        pickle.dumps(amp)
