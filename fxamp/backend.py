@@ -306,9 +306,9 @@ class Amp:
         """What ails the run: loss spikes, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
         and skips that are calibration. Empty: nothing is known. Waits for the device.
 
-        Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also which
-        operation made the first inf or NaN, forward or backward; with stats="full" also which share of each gradient's numbers
-        fp16 could not hold.
+        Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also
+        which operation made the first inf or NaN, forward or backward; with stats="full" also which share of each gradient's
+        numbers fp16 could not hold.
         """
         steps = self.history.steps
         spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:]])
