@@ -8,6 +8,7 @@ once more, on fake tensors, to see what comes out for other formats; whatever wo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,8 @@ def _bodies(caller: fx.Node, captured: Captured) -> tuple[Captured, Captured] | 
     paths = list(graph.bodies(caller))
     if len(paths) != 2 or any(len(captured.callers[path]) != 1 for path in paths):
         return "its forward or backward serves several calls"
-    if any(x.name in captured.pinned for x in (caller, *caller.users)):
+    # Only what is taken out counts: before torch 2.13 the operation also returns values that nobody but its backward reads.
+    if any(x.target is not operator.getitem or x.name in captured.pinned for x in caller.users):
         return "its result is written in place, or shares memory with another output"
     return captured.bodies[paths[0]], captured.bodies[paths[1]]
 
