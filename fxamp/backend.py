@@ -66,7 +66,7 @@ class Amp:
             config,
             self.options.process_group,
             self._note,
-            self._precisions.raise_all,
+            self._precisions,
             stats=self.options.stats,
         )
         from fxamp.run.observer import Observer  # `import fxamp` stays light

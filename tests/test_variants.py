@@ -429,6 +429,23 @@ def test_a_region_that_a_part_cannot_tell_is_an_error():
 
 
 # ---- the scale -------------------------------------------------------------------------------------------------------------
+def test_only_what_computes_in_fp16_moves_the_scale():
+    model, (x,) = mlp(4, 4), (torch.randn(2, 4),)
+    amp = switching("fp16", "fp32", scaling=fxamp.DynamicScale(init=2.0**8, growth_interval_steps=2))
+    optimizer, run = optim.SGD(model.parameters(), lr=1e-3), torch.compile(model, backend=amp)
+    amp.attach(optimizer)
+    scales, inf = [], float("inf")
+    for precision, factor in [("fp16", 1), ("fp32", 1), ("fp32", 1), ("fp32", inf), ("fp16", 1), ("fp16", inf)]:
+        amp.set_precision(precision)
+        optimizer.zero_grad()
+        (run(x).square().mean() * factor).backward()
+        optimizer.step()
+        scales.append(amp.read_loss_scale())
+    assert scales == [2.0**8] * 4 + [2.0**9, 2.0**8]
+    assert amp.read_skipped_steps() == 2
+
+
+# ---- the floor -------------------------------------------------------------------------------------------------------------
 def test_a_scale_at_its_floor_raises_the_precision():
     """A sum that fp16 cannot hold overflows at every scale; fp32 holds it."""
     model = Fn(lambda self, x: (self.linear(x) * 1e-6).square(), linear=nn.Linear(4, 4, bias=False))

@@ -1,7 +1,8 @@
 """Finds the values that `watched.Table` speaks of in AOTAutograd's graphs, and reads them where they are made.
 
-It works behind the partitioner: what is saved and what is recomputed is decided on the graph that nobody watches, so that a
-watched program keeps the bits, and but for a number for each value the memory, of the one that is not.
+It works behind the partitioner: what is saved and what is recomputed is decided on the graph that nobody watches. So a watched
+program needs the memory of the one that is not, but for a number for each value. Run as it is (aot_eager), it keeps the bits
+too; a compiler that fuses may round other values of fp16 into memory than it did without the reading.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _hands_on(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads values of one graph, each right where it is made, and so that the program around it is compiled as before.
+    """Reads values of one graph, each right where it is made, and so that the program around it changes as little as may be.
 
     A compiler that fuses may keep narrow values in registers, unrounded, and round them into memory where one more reads them:
     then all their readers get the rounded ones, and an inf where there was none. So such a value is computed once more:

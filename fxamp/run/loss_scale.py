@@ -87,16 +87,18 @@ class LossScale:
         if isinstance(self.config, DynamicScale):
             self._writable.fill_(self.config.init)
 
-    def update(self, overflowed: Tensor, largest: Tensor) -> None:
-        """Moves the scale. Both fp32 []: `overflowed`: 1 if any gradient since the last update overflowed, else 0; `largest`:
-        the largest finite magnitude among them, for the record."""
+    def update(self, overflowed: Tensor, largest: Tensor, *, moves: bool = True) -> None:
+        """Takes an update on record, and moves the scale. Both fp32 []: `overflowed`: 1 if any gradient since the last update
+        overflowed, else 0; `largest`: the largest finite magnitude among them. `moves`: did it test the scale?"""
         slot = self.num_updates % NUM_REMEMBERED
         self._history[0, slot].copy_(self._writable)
         self._history[1, slot].copy_(overflowed)
         self._history[2, slot].copy_(largest)
+        self.num_updates += 1
+        if not moves:
+            return
         self._is_calibrating.mul_(overflowed)
         self.num_calibrating.add_(self._is_calibrating)
-        self.num_updates += 1
         if isinstance(self.config, DynamicScale):
             after = next_state(State(self._writable, self._tracker, self._patience), overflowed, self.config)
             self._writable.copy_(after.scale)

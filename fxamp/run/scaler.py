@@ -24,6 +24,7 @@ from fxamp.run.loss_scale import LossScale
 from fxamp.run.mailbox import Mailbox
 from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.skipping import Route
+from fxamp.run.variants import Precisions
 from fxamp.scaling import DynamicScale, Scaling
 
 if TYPE_CHECKING:
@@ -41,12 +42,12 @@ class Scaler:
     got gradients have stepped, the scale moves.
     """
 
-    def __init__(self, config: Scaling, group: Any, warn: Callable[[str], None], raise_precision: Callable[[], bool], *,
-        stats: str | None = None,
+    def __init__(
+        self, config: Scaling, group: Any, warn: Callable[[str], None], precisions: Precisions, *, stats: str | None = None
     ) -> None:
         self.config: Final = config
         self._stats = stats
-        self._group, self._warn, self._raise_precision = group, warn, raise_precision
+        self._group, self._warn, self._precisions = group, warn, precisions
         self._graph_ids = itertools.count()
         self._flags: dict[torch.device, Flags] = {}
         self._loss_scale: LossScale | None = None
@@ -260,7 +261,8 @@ class Scaler:
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(state.num_updates, self.scale_on(flags.device), *here)
-        state.update(overflowed, torch.zeros_like(overflowed) if self._largest is None else self._largest)
+        largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
+        state.update(overflowed, largest, moves=self._precisions.tests_scale())
         self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
@@ -280,7 +282,7 @@ class Scaler:
         assert isinstance(self.config, DynamicScale)
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
         way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
-        if self.config.at_floor == "raise precision" and self._raise_precision():
+        if self.config.at_floor == "raise precision" and self._precisions.raise_all():
             self._warn(f"{what}: the next higher precision takes over")
             return
         if self.config.at_floor == "raise":

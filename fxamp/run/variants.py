@@ -67,6 +67,10 @@ class Precisions:
         if not (self._optimizers and self._is_under_way):
             self._swap()
 
+    def tests_scale(self) -> bool:
+        """Does what computes now say anything about the loss scale? Not where fp16, which it is for, rests on the ladder."""
+        return "fp16" not in self.ladder or "fp16" in self._current.values()
+
     def force(self, current: Mapping[str, str]) -> None:
         """At once, whatever runs, for the regions named."""
         self._wanted = {**self._current, **current}
