@@ -37,7 +37,7 @@ class Attachment:
     num_skipped: Tensor | None = None
     """Steps left out, fp32 []; None before the first step."""
     _num_states: int | None = None
-    """Entries of the optimizer's state when the route was chosen; None: before its first step."""
+    """Entries of the optimizer's state when the route was chosen; None: before the first step that was taken."""
 
     @staticmethod
     def of(optimizer: Optimizer) -> Attachment | None:
@@ -111,12 +111,19 @@ class Attachment:
         if skip is None:
             return
         skip.end()
-        self.num_skipped = skip.overflowed if self.num_skipped is None else self.num_skipped + skip.overflowed
-        if len(optimizer.state) != self._num_states:
+        if self.num_skipped is None:
+            self.num_skipped = torch.zeros_like(skip.overflowed)
+        self.num_skipped.add_(skip.overflowed)
+        if len(optimizer.state) != self._num_states and not skip.was_left_out:
             self._num_states = len(optimizer.state)
             self.choose(self.wish)
         for scaler in self._live():
             scaler.stepped(optimizer, skip.overflowed)
+
+    @property
+    def is_settled(self) -> bool:
+        """Has a step been taken, so that state is there, and every later one of the same parameters goes by the route?"""
+        return self._num_states is not None
 
     def dropped(self) -> None:
         """Before zero_grad."""

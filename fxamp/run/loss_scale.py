@@ -46,9 +46,7 @@ def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
 
 
 def _ratio_of_newest(magnitudes: Tensor) -> Tensor:
-    """The last of some magnitudes, fp32 [n], over the median of the others, zeros left out; -1 where one is missing."""
-    if len(magnitudes) < 2:
-        return torch.full((), -1.0, device=magnitudes.device)
+    """The last of some magnitudes, fp32 [n], over the median of those before; 0 is one that is not known. -1: too few are."""
     before, newest = magnitudes[:-1], magnitudes[-1]
     num_known = (before > 0).sum()
     in_order = torch.where(before > 0, before, torch.inf).sort().values
@@ -75,7 +73,12 @@ class LossScale:
         """Updates with an overflow before the first one without: the scale was looking for its place."""
         self._is_calibrating = torch.ones((), dtype=torch.float64, device=device)
         self._history = torch.zeros((3, NUM_REMEMBERED), dtype=torch.float32, device=device)
-        self.num_updates = 0
+        """Of each of the last updates: scale, overflow, largest magnitude; update i is in column i % NUM_REMEMBERED."""
+        self.num_updates: Final = torch.zeros(1, dtype=torch.int64, device=device)
+        """Updates on record so far. On the device, as all that changes from step to step: a step may be a CUDA graph."""
+        self._columns = torch.arange(NUM_REMEMBERED, device=device)
+        self.at_floor: Final = torch.zeros((), device=device)
+        """fp32 [], 1 if gradients overflowed in the last update, and the scale could not fall further."""
 
     def wait_for_attached(self) -> None:
         """Nobody would lower the scale: one that needs no lowering, see `scaling.UNATTACHED`."""
@@ -90,11 +93,11 @@ class LossScale:
     def update(self, overflowed: Tensor, largest: Tensor, *, moves: bool = True) -> None:
         """Takes an update on record, and moves the scale. Both fp32 []: `overflowed`: 1 if any gradient since the last update
         overflowed, else 0; `largest`: the largest finite magnitude among them. `moves`: did it test the scale?"""
-        slot = self.num_updates % NUM_REMEMBERED
-        self._history[0, slot].copy_(self._writable)
-        self._history[1, slot].copy_(overflowed)
-        self._history[2, slot].copy_(largest)
-        self.num_updates += 1
+        if isinstance(self.config, DynamicScale):
+            self.at_floor.copy_(overflowed * (self._writable <= self.config.floor))
+        facts = torch.stack([self._writable, overflowed, largest]).unsqueeze(1)
+        self._history.index_copy_(1, self.num_updates % NUM_REMEMBERED, facts)
+        self.num_updates.add_(1)
         if not moves:
             return
         self._is_calibrating.mul_(overflowed)
@@ -109,34 +112,20 @@ class LossScale:
         """fp32 [], 1 if an update with this overflow comes before the first one without, else 0."""
         return overflowed * self._is_calibrating.float()
 
-    def is_at_floor(self, overflowed: Tensor) -> Tensor | None:
-        """fp32 [], 1 if gradients overflow and the scale cannot fall further; None for a scale that does not move."""
-        if not isinstance(self.config, DynamicScale):
-            return None
-        return overflowed * (self._writable <= self.config.floor)
-
     def signs(self) -> Tensor:
         """How gradients are doing, fp32 [3], without a wait: the scale; the share of the last `NUM_RECENT` updates that
         overflowed; the largest magnitude of the newest update over the median of those on record before (-1: it has none, or
         fewer than `NUM_BEFORE_SPIKE` before it have)."""
-        num_recent = min(self.num_updates, NUM_RECENT)
-        rate = self._newest(num_recent)[1].sum() / NUM_RECENT
-        magnitudes = self._newest(min(self.num_updates, NUM_REMEMBERED))[2]
-        return torch.stack([self._writable, rate, _ratio_of_newest(magnitudes)])
-
-    def _newest(self, num: int) -> Tensor:
-        """The last updates, oldest first, fp32 [3, num]."""
-        stop = self.num_updates % NUM_REMEMBERED
-        if num <= stop:
-            return self._history[:, stop - num : stop]
-        return torch.cat([self._history[:, NUM_REMEMBERED + stop - num :], self._history[:, :stop]], dim=1)
+        in_order = self._history.index_select(1, (self.num_updates + self._columns) % NUM_REMEMBERED)  # the newest last
+        rate = in_order[1, -NUM_RECENT:].sum() / NUM_RECENT
+        return torch.stack([self._writable, rate, _ratio_of_newest(in_order[2])])
 
     # ---- looking at it: these wait for the device -----------------------------------------------------------------------
     def read_history(self) -> list[Update]:
         """The last updates, oldest first."""
-        first = max(0, self.num_updates - NUM_REMEMBERED)
+        num_updates = int(self.num_updates)
         scales, overflows, largest = self._history.tolist()
-        slots = [i % NUM_REMEMBERED for i in range(first, self.num_updates)]
+        slots = [i % NUM_REMEMBERED for i in range(max(0, num_updates - NUM_REMEMBERED), num_updates)]
         return [Update(scales[i], overflows[i] > 0, largest[i]) for i in slots]
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,6 +161,7 @@ class LossScale:
         self.num_calibrating.fill_(state["num_calibrating"])
         self._is_calibrating.fill_(state["is_calibrating"])
         history = state["history"]
-        self.num_updates = len(history)
+        self.num_updates.fill_(len(history))
+        self._history.zero_()
         if history:
             self._history[:, : len(history)] = torch.tensor(history, dtype=torch.float32).T.to(self._history.device)

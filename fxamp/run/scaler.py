@@ -255,12 +255,11 @@ class Scaler:
         if self._overflowed is None:
             return  # a step of another thread has ended the round
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
-        at_floor = state.is_at_floor(overflowed)
         if self.watches:
-            facts = (overflowed, state.calibrates(overflowed))
+            facts = (state.num_updates, overflowed, state.calibrates(overflowed))
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
-                flags.watch.close(state.num_updates, self.scale_on(flags.device), *here)
+                flags.watch.close(self.scale_on(flags.device), *here)
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
         state.update(overflowed, largest, moves=self._precisions.tests_scale())
         self._refresh_replicas()
@@ -269,8 +268,13 @@ class Scaler:
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
         self._overflowed = self._largest = None
         self._stepped.clear()
-        if at_floor is not None:
-            arrived = self._at_floor.post(at_floor)
+        if not _is_recorded():
+            self.ask_for_floor()
+
+    def ask_for_floor(self) -> None:
+        """Sends for the answer whether the scale is stuck at its floor, and acts on the one that arrives."""
+        if isinstance(self.config, DynamicScale):
+            arrived = self._at_floor.post(self.state().at_floor)
             if arrived is not None and float(arrived):
                 self._tell_of_floor()
 
@@ -314,12 +318,12 @@ class Scaler:
         from fxamp.run import culprits  # words, of which a run that is well has no need
 
         state, history, sightings = self.state(), self.state().read_history(), self._read_sightings()
-        num_calibrating = int(state.num_calibrating)
+        num_calibrating, num_updates = int(state.num_calibrating), int(state.num_updates)
         whole = findings(self.config, history, self.read_slots(), num_calibrating, culprits.lost(sightings))
         run = culprits.Run(
-            num_updates=state.num_updates,
+            num_updates=num_updates,
             num_bad=sum(update.overflowed for update in history),
-            has_settled=num_calibrating < state.num_updates,
+            has_settled=num_calibrating < num_updates,
             scale=float(state.scale),
             rank=_rank(),
         )
@@ -333,7 +337,9 @@ class Scaler:
         return [
             sighting
             for flags in self._flags.values()
-            for sighting in flags.watch.read(self.state().num_updates, self.scale_on(flags.device), flags.any_overflow())
+            for sighting in flags.watch.read(
+                self.scale_on(flags.device), self.state().num_updates.to(flags.device), flags.any_overflow()
+            )
         ]
 
     def read_summary(self) -> tuple[tuple[str, str], ...]:
@@ -341,7 +347,7 @@ class Scaler:
         state = self.state()
         return (
             ("loss scale", f"{float(state.scale):g}"),
-            ("skipped steps", f"{int(state.num_skipped)} in {state.num_updates} updates"),
+            ("skipped steps", f"{int(state.num_skipped)} in {int(state.num_updates)} updates"),
             *((f"{name} skips by", str(route)) for name, route in self.routes),
             *((finding.kind, f"{finding.what}. {finding.way_out}") for finding in self.read_health()),
         )
@@ -365,6 +371,11 @@ class Scaler:
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()
+
+
+def _is_recorded() -> bool:
+    """Does what is launched now go into a CUDA graph, instead of running?"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _rank() -> int | None:

@@ -133,6 +133,11 @@ class Skip:
             for p, _ in self._hidden:
                 p.grad = None
 
+    @property
+    def was_left_out(self) -> bool:
+        """Does the host know that nothing was stepped?"""
+        return bool(self._hidden)
+
     @torch.no_grad()
     def end(self) -> None:
         """Puts back what the step was not to change."""

@@ -93,16 +93,17 @@ class Watch:
             self._record = torch.cat([self._record, nothing], dim=1)
         return span
 
-    def close(self, update: int, scale: Tensor, overflowed: Tensor, calibrates: Tensor) -> None:
-        """Takes what has arrived into the record, as that of an update with this number. The others are fp32 []: the scale
-        that it was computed with; 1 if a gradient overflowed, else 0; 1 if the scale still looks for its place, else 0."""
-        self._record = _closed(self._record, self._arrived, update, scale, overflowed, calibrates)
+    def close(self, scale: Tensor, update: Tensor, overflowed: Tensor, calibrates: Tensor) -> None:
+        """Takes what has arrived into the record, as that of an update. All are on this device, fp32 [] but `update`: the
+        scale that it was computed with; its number, int64 [1]; 1 if a gradient overflowed, else 0; 1 if the scale still
+        looks for its place, else 0."""
+        self._record.copy_(_closed(self._record, self._arrived, scale, update, overflowed, calibrates))
         self._arrived.zero_()
 
-    def read(self, update: int, scale: Tensor, overflowed: Tensor) -> list[Sighting]:
+    def read(self, scale: Tensor, update: Tensor, overflowed: Tensor) -> list[Sighting]:
         """What is on record, and what has arrived since the last update. Waits for the device."""
         zero = torch.zeros_like(overflowed)
-        record = _closed(self._record, self._arrived, update, scale, overflowed, zero)
+        record = _closed(self._record, self._arrived, scale, update, overflowed, zero)
         columns = record[:, : len(self._entries)].T.tolist()
         return [
             Sighting(
@@ -124,7 +125,7 @@ class Watch:
 
 
 def _closed(
-    record: Tensor, arrived: Tensor, update: int, scale: Tensor, overflowed: Tensor, calibrates: Tensor
+    record: Tensor, arrived: Tensor, scale: Tensor, update: Tensor, overflowed: Tensor, calibrates: Tensor
 ) -> Tensor:
     before = _Rows(*record)
     made, turned, passed_on, share = *(arrived[:3] > 0).float(), arrived[3]
@@ -136,8 +137,8 @@ def _closed(
         passed_on=before.passed_on + passed_on * (1 - worst) * overflowed,
         calibrating=before.calibrating + made * overflowed * calibrates,
         harmless=before.harmless + worst * (1 - overflowed),
-        first=torch.where(bad & (before.first < 0), float(update), before.first),
-        last=torch.where(bad, float(update), before.last),
+        first=torch.where(bad & (before.first < 0), update.float(), before.first),
+        last=torch.where(bad, update.float(), before.last),
         smallest_scale=torch.where(bad, torch.minimum(before.smallest_scale, scale), before.smallest_scale),
         share_lost=torch.maximum(before.share_lost, share.clamp(max=1.0) * (1 - overflowed)),
     ))  # fmt: skip
