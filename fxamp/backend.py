@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from fxamp.policy import Policy
 from fxamp.run import cuda_graphs, skipping, transforms, warming
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
-from fxamp.run.health import NUM_OBSERVED, Finding, loss_spikes
+from fxamp.run.health import NUM_OBSERVED, Finding, broken_losses, loss_spikes
 from fxamp.run.scaler import Scaler
 from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.variants import Precisions
@@ -145,7 +146,7 @@ class Amp:
                 fresh_outputs=captured.fresh_outputs,
             ),
             scaler=scaler,
-            probed=None if scaler is None else _probed(captured, scaler),
+            probed=None if scaler is None else _probed(captured, scaler, ladder),
             outputs=_output_dtype(gm, options),
         )
         variants: dict[str, VariantRecord] = {}
@@ -303,7 +304,7 @@ class Amp:
         return int(self.skipped_steps)
 
     def health(self) -> tuple[Finding, ...]:
-        """What ails the run: loss spikes, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
+        """What ails the run: loss spikes and broken losses, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
         and skips that are calibration. Empty: nothing is known. Waits for the device.
 
         Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also
@@ -311,8 +312,12 @@ class Amp:
         numbers fp16 could not hold.
         """
         steps = self.history.steps
-        spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:]])
-        return spikes if steps and self._scaler is None else (*spikes, *self._scaling.read_health())
+        broken = {step.step: step.loss for step in steps if step.overflowed is False and not math.isfinite(step.loss)}
+        spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:] if step.step not in broken])
+        if steps and self._scaler is None:
+            return spikes
+        makers = self._scaling.read_silent(len(broken)) if broken else ()
+        return (*spikes, *broken_losses(broken, makers), *self._scaling.read_health())
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """A learning-rate scheduler of torch's, whose `step()` does nothing after an optimizer step that was left out.
@@ -492,8 +497,17 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
     return shared.programs[digest]
 
 
-def _probed(captured: Captured, scaler: Scaler) -> ProbedGraph:
-    """The graph as loss scaling sees it. Raises: CannotScale for parameters that are fp16 themselves."""
+def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:
+    """The graph as loss scaling sees it. Raises: CannotScale for parameters that are fp16 themselves, and for gradients that
+    the graph takes itself in fp16: they are part of its forward, where no scale is."""
+    inside = [captured.facts[n.name] for n in captured.gm.graph.nodes if n.target in capture.DIFFERENTIATES]
+    if inside and "fp16" in ladder.rungs:
+        raise errors.CannotScale(
+            "a gradient is taken inside of the graph (trace_autograd_ops), where nothing would keep it from underflowing fp16",
+            where=inside[0].where,
+            way_out="Leave torch._dynamo.config.trace_autograd_ops off: it is then taken between two graphs, and scaled. Or use "
+            "bf16",
+        )
     inputs = captured.differentiable
     parameters = {i: node for i, node in inputs.items() if captured.roles[node.name] == "parameter"}
     half = [node.name for node in parameters.values() if graph.value_of(node).dtype == torch.float16]

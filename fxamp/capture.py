@@ -504,6 +504,10 @@ _BY_VALUE: Final = frozenset(("setitem", "copy"))
 """Operations without a row that read values, wherever those lie; what they write is pinned for that."""
 
 
+DIFFERENTIATES: Final = (torch.autograd.grad, torch.autograd.backward)
+"""What takes gradients inside of a graph, where Dynamo traces it."""
+
+
 def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str]]:
     """Operands that must be the traced value itself, not a cast of it, with the reason."""
     name, calls = name_of(node), node.op not in ("placeholder", "get_attr", "output")
@@ -511,7 +515,7 @@ def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str
         reason = "used inside a torch.func transform"  # a cast there would belong to a level that its operand is not in
     elif _reads_by_stride(node):
         reason = f"{node.name} reads its memory by stride"
-    elif node.target in (torch.autograd.grad, torch.autograd.backward):
+    elif node.target in DIFFERENTIATES:
         reason = "differentiated by the program"  # a cast of it is a new value, off the path that was recorded
     elif calls and name not in optable.TABLE and name not in optable.METADATA and name not in _BY_VALUE:
         # A nested graph was traced for the strides of its operands, a custom operation may have been given them as numbers.

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fxamp
 from fxamp import errors
@@ -272,6 +273,140 @@ def test_gradients_from_outside_of_compiled_graphs_are_looked_at():
 
 
 # ---- unusual loops --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("route", "fused"), [("select", False), ("wait", False), ("auto", True)])
+def test_parameters_that_join_an_attached_optimizer_later(route: str, fused: bool):
+    model = Fn(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    amp, optimizer = scaled(scaling=2.0**8), optim.AdamW(model.b.parameters(), lr=1e-3, fused=fused)
+    amp.attach(optimizer, route=route)
+    run = torch.compile(model, backend=amp)
+    for step, (x, y) in enumerate(batches(6)):
+        if step == 2:  # its first step is a bad one
+            optimizer.add_param_group({"params": list(model.a.parameters())})
+        is_bad = step in (1, 2, 4)
+        optimizer.zero_grad()
+        (F.mse_loss(run(x), y) * (INF if is_bad else 1.0)).backward()
+        before = everything(optimizer)
+        optimizer.step()
+        assert same(everything(optimizer), before) == is_bad, step
+    assert amp.read_skipped_steps() == 3
+
+
+def test_fp16_parameters_that_join_later_are_refused():
+    p, half = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2).half())
+    amp, optimizer = scaled(), optim.SGD([p], lr=0.1)
+    amp.attach(optimizer)
+    optimizer.add_param_group({"params": [half]})
+    p.grad, half.grad = torch.ones(2), torch.ones(2).half()
+    with pytest.raises(errors.CannotScale, match="1 parameters of the SGD are fp16"):
+        optimizer.step()
+    assert not half.any()
+    assert not p.any()
+
+
+@pytest.mark.parametrize("how", ["data", "object"])
+def test_parameters_put_in_place_of_others_later(how: str):
+    """Flags go by the tensors of the call: those of the new ones count, what is left of the old ones does not."""
+    model = Fn(lambda m, x: m.b(m.a(x)), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    amp, optimizer = scaled(scaling=2.0**8), optim.SGD(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    for step, (x, y) in enumerate(batches(5)):
+        if step == 2 and how == "data":
+            model.a.weight.data = torch.randn(8, 8) / 8
+        elif step == 2:
+            old, model.a.weight = model.a.weight, nn.Parameter(torch.randn(8, 8) / 8)
+            parameters = optimizer.param_groups[0]["params"]
+            parameters[[p is old for p in parameters].index(True)] = model.a.weight
+            del old
+        optimizer.zero_grad()
+        (F.mse_loss(run(x), y) * (INF if step in (1, 3) else 1.0)).backward()
+        for p in model.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)  # pyright: ignore[reportOptionalMemberAccess]  # the flags alone know
+        before = everything(optimizer)
+        optimizer.step()
+        assert same(everything(optimizer), before) == (step in (1, 3)), step
+    assert amp.read_skipped_steps() == 2
+
+
+def test_averaged_weights_and_their_statistics_stay_finite():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))  # of plain averages, no decay
+    amp, optimizer = scaled(), optim.AdamW(model.parameters(), lr=1e-2)
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    averages = AveragedModel(model), AveragedModel(run, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step, (x, y) in enumerate(batches(6)):
+        optimizer.zero_grad()
+        (F.mse_loss(run(x * (INF if step == 3 else 1.0)), y) * (INF if step == 2 else 1.0)).backward()
+        optimizer.step()
+        for average in averages:
+            average.update_parameters(run if average is averages[1] else model)
+    assert amp.read_skipped_steps() == 2
+    for average in averages:
+        update_bn([x for x, _ in batches(3)], average)
+        assert all(torch.isfinite(t).all() for t in average.state_dict().values())
+        average.eval()
+        assert torch.isfinite(average(torch.randn(4, 8))).all()
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "lightning", "by hand"])
+def test_loops_of_frameworks_that_wrap_the_step(loop: str):
+    """Accelerate puts another `step` on the instance for a while, Lightning hands in a closure, others None as one."""
+    model = mlp(8, 16, 4)
+    amp, optimizer = scaled(scaling=2.0**8), optim.AdamW(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    schedule = amp.when_stepped(optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
+    run, method, called = torch.compile(model, backend=amp), optimizer.step, []
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        called.append(True)
+        return method(*args, **kwargs)
+
+    for step, (x, y) in enumerate(batches(4)):
+
+        def closure(x: Tensor = x, y: Tensor = y, step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(run(x), y) * (INF if step in (0, 2) else 1.0)
+            loss.backward()
+            return loss
+
+        before = everything(optimizer)
+        if loop == "lightning":
+            assert optimizer.step(closure=closure) is not None
+        elif loop == "accelerate":
+            closure()
+            optimizer.step = patched
+            optimizer.step()
+            optimizer.step = method
+        else:
+            closure()
+            optimizer.step(closure=None)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        assert same(everything(optimizer), before) == (step in (0, 2)), step
+        schedule.step()
+    assert amp.read_skipped_steps() == 2
+    assert schedule.get_last_lr() == [1e-3 / 4]
+    assert len(called) == (4 if loop == "accelerate" else 0)
+
+
+def test_a_backward_twice_through_one_graph_adds_up_and_one_bad_one_spoils_the_step():
+    model, (x, y) = mlp(8, 16, 4), next(batches(1))
+    amp, optimizer = scaled(scaling=2.0**8), optim.SGD(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    for factors in ((1.0, 2.0, 4.0), (1.0, INF, 1.0)):
+        optimizer.zero_grad()
+        out = run(x)
+        apart = [torch.autograd.grad(F.mse_loss(out, y) * f, list(model.parameters()), retain_graph=True) for f in factors]
+        for factor in factors:
+            (F.mse_loss(out, y) * factor).backward(retain_graph=True)
+        for i, p in enumerate(model.parameters()):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, sum(grads[i] for grads in apart), rtol=0, atol=0, equal_nan=True)
+        before = everything(optimizer)
+        optimizer.step()
+        assert same(everything(optimizer), before) == (INF in factors)
+    assert amp.read_skipped_steps() == 1
+
+
 def test_hooks_that_step_within_the_backward_skip_once_and_move_the_scale_once():
     """The flags of a graph may arrive after its gradients: no reason to skip the next step too."""
     model = mlp(8, 16, 4)

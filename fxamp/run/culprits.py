@@ -93,6 +93,13 @@ def lost(sightings: Sequence[Sighting]) -> dict[str, float]:
     return found
 
 
+def silent(sightings: Sequence[Sighting], num_updates: int) -> tuple[str, ...]:
+    """The operations that made an inf or a NaN in good updates, in no more than these, so that nothing overflowed but a loss.
+    What makes one in every update is a mask."""
+    made = [s for s in sightings if s.watched.phase == "forward" and 0 < s.num_harmless <= num_updates]
+    return tuple(dict.fromkeys(_place(s.watched) for s in made if not s.watched.is_meant))
+
+
 def _suspects(sightings: Sequence[Sighting]) -> list[Sighting]:
     made = [s for s in sightings if s.num_made]
     sudden = [s for s in made if not s.num_harmless and not s.watched.is_meant]

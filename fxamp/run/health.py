@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fxamp.scaling import DynamicScale, Scaling
 
-Kind = Literal["calibration", "explosion", "loss spike", "underflow", "oscillation", "floor", "overflow"]
+Kind = Literal["calibration", "explosion", "loss spike", "broken loss", "underflow", "oscillation", "floor", "overflow"]
 
 SPIKE: Final = 100.0
 """A largest gradient this many times the median of those before it is a spike: twice what fp16 has above a gradient of 2^9."""
@@ -162,6 +162,25 @@ def loss_spikes(losses: Sequence[tuple[int, float]]) -> tuple[Finding, ...]:
             f"{spikes[newest]:.3g}, from a median of {usual:.3g}: gradients explode there, if the batch is like others",
             evidence={"loss_by_step": spikes, "median": usual},
             way_out="Clip gradients, warm the learning rate up, or look at the data of those steps",
+        ),
+    )
+
+
+def broken_losses(losses: Mapping[int, float], places: Sequence[str]) -> tuple[Finding, ...]:
+    """Losses, by their steps, that are inf or NaN although no gradient of theirs was: none or one finding. `places`: who may have
+    made them, where somebody watches."""
+    if not losses:
+        return ()
+    step = max(losses)
+    maker = f", perhaps by {' or '.join(places[:NUM_NAMED])}" if places else ""
+    return (
+        Finding(
+            kind="broken loss",
+            what=f"the loss was inf or NaN in {len(losses)} steps, {losses[step]:g} in step {step}, although every gradient was finite: "
+            f"it was made where no gradient comes by{maker}, and the steps were taken",
+            evidence={"loss_by_step": dict(losses), "operations": tuple(places)},
+            way_out="Look at the parts of the loss that are detached or computed under no_grad"
+            + ("" if places else "; if the loss is compiled with the model, stats='overflow' names the operation"),
         ),
     )
 

@@ -37,6 +37,8 @@ class Step:
     loss_scale: float | None
     precision: Mapping[str, str]
     """Region -> precision that the step ran in."""
+    overflowed: bool | None = None
+    """Did a gradient since the last call overflow? None: none came."""
 
 
 @dataclass(frozen=True, kw_only=True)

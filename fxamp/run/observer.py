@@ -47,8 +47,9 @@ class Observer:
         signs: Callable[[], Tensor | None] | None = None,
         group: Any = None,
     ) -> None:
-        """Args: signs: what is known about gradients now, fp32 [3 + 2 n] on the device, without a wait: the loss scale,
-        overflow rate and ratio of `Gradients`, and the last two once more for each region, or for none; None: nothing.
+        """Args: signs: what is known about gradients now, fp32 [4 + 2 n] on the device, without a wait: the loss scale,
+        overflow rate and ratio of `Gradients`, `Step.overflowed`, and rate and ratio once more for each region, or for none;
+        None: nothing.
         group: of torch.distributed; None is the default one, if there is one.
         """
         lag: Any = getattr(scheduler, "lag_steps", LAG_STEPS)
@@ -97,8 +98,8 @@ class Observer:
 
     def _arrive(self, sent: _Sent, values: list[float]) -> None:
         loss, measured, *signs = values
-        numbers = [None if x == NO_NUMBER else x for x in signs] or [None] * 3
-        scale, rate, ratio, *by_region = numbers
+        numbers = [None if x == NO_NUMBER else x for x in signs] or [None] * 4
+        scale, rate, ratio, overflowed, *by_region = numbers
         if sent.is_measured:
             self._measured = measured
         losses = [*(step.loss for step in islice(reversed(self._steps), 64))][::-1]
@@ -111,6 +112,7 @@ class Observer:
                 gradient_ratio=ratio,
                 loss_scale=scale,
                 precision=sent.precision,
+                overflowed=None if overflowed is None else overflowed > 0,
             )
         )
         pairs = zip(by_region[::2], by_region[1::2], strict=True)

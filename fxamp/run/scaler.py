@@ -63,6 +63,8 @@ class Scaler:
         """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
         self._largest: Tensor | None = None
         """fp32 [], the largest finite gradient since the last update."""
+        self._untold: Tensor | None = None
+        """fp32 [], 1 if an update since the last `signs` overflowed; None: there was none."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
         _watching().add(self)
@@ -167,10 +169,14 @@ class Scaler:
     # ---- a step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def verdict(self, optimizer: Optimizer) -> Tensor | None:
-        """fp32 [], 1 if this step has to be left out, else 0; None if there is no gradient to step with."""
+        """fp32 [], 1 if this step has to be left out, else 0; None if there is no gradient to step with.
+
+        Raises: CannotScale for parameters that are fp16 by now."""
         gradients = [p.grad for p in skipping.parameters(optimizer) if p.grad is not None]
         if not gradients:
             return None
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            skipping.check(optimizer)
         if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
             self._update()
         device = gradients[0].device
@@ -266,6 +272,7 @@ class Scaler:
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
+        self._untold = overflowed if self._untold is None else torch.maximum(self._untold, overflowed)
         self._overflowed = self._largest = None
         self._stepped.clear()
         if not _is_recorded():
@@ -301,8 +308,17 @@ class Scaler:
         return self._loss_scale if self._loss_scale is not None else self.state_on(torch.device("cpu"))
 
     def signs(self) -> Tensor | None:
-        """As `LossScale.signs`; None while there is neither a graph nor an optimizer. Waits for nothing."""
-        return None if self._loss_scale is None else self._loss_scale.signs()
+        """As `LossScale.signs`, and behind them: 1 if a gradient since the last call overflowed, 0 if not, -1 if none came. None
+        while there is neither a graph nor an optimizer. Waits for nothing."""
+        state = self._loss_scale
+        if state is None:
+            return None
+        device = state.scale.device
+        known, self._untold = self._untold, None
+        arrived = [flags.any_overflow().to(device, non_blocking=True) for flags in self._flags.values() if flags.arrivals]
+        recent = [*([] if known is None else [known]), *arrived]
+        newest = functools.reduce(torch.maximum, recent) if recent else torch.full((), -1.0, device=device)
+        return torch.cat([state.signs(), newest.reshape(1)])
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """See `Amp.when_stepped`."""
@@ -331,6 +347,12 @@ class Scaler:
         if any(culprits.is_older(finding, num_calibrating) for finding in named):  # the scale was not all that was wrong
             whole = tuple(finding for finding in whole if finding.kind != "calibration")
         return whole + named
+
+    def read_silent(self, num_updates: int) -> tuple[str, ...]:
+        """See `culprits.silent`. Waits for the device."""
+        from fxamp.run import culprits
+
+        return culprits.silent(self._read_sightings(), num_updates)
 
     def _read_sightings(self) -> list[Sighting]:
         """What is on record of each value that is watched. Waits for the device."""

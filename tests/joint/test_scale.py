@@ -161,10 +161,36 @@ def many(m: Any, x: Tensor) -> Any:
     return tuple(m.lin(x).unbind(0))
 
 
+def returned_twice(m: Any, x: Tensor) -> Any:
+    h = m.lin(x).sin()
+    return h, h.view(-1), h
+
+
+def recomputed_reentrantly(m: Any, x: Tensor) -> Any:
+    return checkpoint(lambda y: m.lin(y).sin(), x, use_reentrant=True)
+
+
+def loop(m: Any, x: Tensor) -> Any:
+    return torch.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, m.lin(y).sin()), (torch.tensor(0), x))[1]
+
+
+def gradient_inside(m: Any, x: Tensor) -> Any:
+    h = m.lin(x)
+    (grad,) = torch.autograd.grad(h.sin().sum(), m.lin.weight, retain_graph=True)
+    return h, grad * 2
+
+
+def force(m: Any, x: Tensor) -> Any:
+    """A small gradient with respect to the input, as in models of molecules."""
+    y = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(m.lin(y).sin().sum() * 1e-7, y)
+    return m.lin(x) * grad
+
+
 PROGRAMS = (
     alias_of_an_intermediate, mutated_input, views_of_one_base, identity, unused_output, tied, graph_break, recomputed,
     conditional, complex_inside, complex_outside, wide, users_low, scalar, many, clipped_inside, normalized_inside,
-    hook_inside,
+    hook_inside, returned_twice, recomputed_reentrantly, loop, gradient_inside,
 )  # fmt: skip
 
 
@@ -172,8 +198,28 @@ PROGRAMS = (
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_that_take_unusual_ways(program: Callable[..., Any]):
     model = Fn(program, lin=nn.Linear(4, 4))
-    got, want = scaled_and_not(model, (torch.randn(4, 4),), 2.0**12)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # or no backend compiles the backward of a loop
+        got, want = scaled_and_not(model, (torch.randn(4, 4),), 2.0**12)
     assert same(got, want)
+
+
+def test_a_gradient_taken_inside_is_taken_between_graphs_and_scaled():
+    model, x = Fn(force, lin=nn.Linear(4, 4)), torch.randn(4, 4)
+    want = copy.deepcopy(model).double()(x.double()).detach()
+    lost = []
+    for scaling in (2.0**14, None):
+        amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=scaling)
+        got = torch.compile(copy.deepcopy(model), backend=amp)(x).detach()
+        lost.append(float((got - want).norm() / want.norm()))
+    assert lost[0] < 1e-2 < 0.1 < lost[1]
+
+
+@pytest.mark.parametrize("program", [gradient_inside, force])
+def test_a_gradient_that_dynamo_takes_inside_of_a_graph_is_refused(program: Callable[..., Any]):
+    run = torch.compile(Fn(program, lin=nn.Linear(4, 4)), backend=fxamp.Amp(precision="fp16", lower="aot_eager"))
+    traced = torch._dynamo.config.patch(trace_autograd_ops=True)
+    with traced, pytest.raises(Exception, match=r"ERROR\[CannotScale\].* taken inside .*, at .*test_scale\.py:\d+"):
+        run(torch.randn(4, 4))
 
 
 def test_frozen_parameters_get_no_gradient():

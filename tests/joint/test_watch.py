@@ -7,6 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -434,3 +435,60 @@ def test_every_precision_of_a_ladder_is_watched():
     finding = next(f for f in amp.health() if f.kind == "overflow")
     assert culprit([finding]) == ("forward", "linear", "a")
     assert (finding.evidence["num_produced"], finding.evidence["first_update"], finding.evidence["last_update"]) == (2, 0, 2)
+
+
+def test_a_nan_of_the_loss_that_no_gradient_comes_by_is_named():
+    """What is detached makes the loss NaN, the step is taken, and a mask that is meant is not to blame."""
+
+    def program(m: Any, x: Tensor, divisor: Tensor) -> Tensor:
+        h = m.a(x)
+        scores = (h @ h.T) + torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -math.inf)
+        return scores.softmax(-1).square().sum() + (h.detach() * 0).sum() / divisor
+
+    model = Fn(program, a=lin())
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager", stats="overflow", scaling=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    for step in range(15):
+        loss = run(ONES * (math.inf if step == 6 else 1.0), torch.tensor(0.0 if step in (2, 5) else 1.0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        amp.observe(loss)
+    assert amp.read_skipped_steps() == 1
+    found = {finding.kind: finding for finding in amp.health()}
+    broken = found["broken loss"]
+    assert list(broken.evidence["loss_by_step"]) == [2, 5]
+    (place,) = broken.evidence["operations"]
+    assert place.startswith("`div` (test_watch.py:")
+    assert "inf or NaN in 2 steps, nan in step 5, although every gradient was finite" in broken.what
+    assert list(found["loss spike"].evidence["loss_by_step"]) == [6], "this one did overflow"
+
+
+@pytest.mark.slow
+def test_flags_and_culprits_are_right_after_a_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No joint pass runs then: the table of what is watched, and the slots, are those of this process."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    told: list[Any] = []
+    for hits in (0, 1):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = Fn(lambda m, x: m.b(m.a(x) / x[0, 0]), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+        amp = fxamp.Amp(precision="fp16", stats="overflow", scaling=16.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        amp.attach(optimizer)
+        run = torch.compile(model, backend=amp)
+        for x in (ONES, ONES - 1, ONES):
+            run(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+        assert amp.read_skipped_steps() == 1
+        told.append((amp.health(), amp._scaler.read_slots()))  # pyright: ignore[reportOptionalMemberAccess]
+    assert told[0] == told[1]
+    assert culprit([f for f in told[1][0] if f.kind == "overflow"])[:2] == ("forward", "div")
+    assert {slot.name for slot in told[1][1] if slot.num_overflows} >= {"a.weight", "b.weight"}

@@ -202,11 +202,11 @@ def test_signs_are_those_of_the_record(updates: list[tuple[bool, float]]):
 
 
 def test_signs_of_gradients_travel_with_the_loss():
-    signs = torch.tensor([1024.0, 0.25, -1.0, 0.5, 2.0, 0.0, -1.0])
+    signs = torch.tensor([1024.0, 0.25, -1.0, 1.0, 0.5, 2.0, 0.0, -1.0])
     telling = Telling(2)
     observer, _ = watched(telling, "body", signs=lambda: signs.clone())
     observer.observe(torch.tensor(1.0))
-    signs[1] = 0.75
+    signs[1], signs[3] = 0.75, 0.0
     observer.observe(torch.tensor(1.0))
     first = telling.told[-1]
     assert first.gradients == Gradients(overflow_rate=0.25, ratio=None)
@@ -217,6 +217,7 @@ def test_signs_of_gradients_travel_with_the_loss():
     observer.observe(torch.tensor(1.0))
     assert telling.told[-1].gradients.overflow_rate == 0.75
     assert observer.history.steps[0].loss_scale == 1024.0
+    assert [step.overflowed for step in observer.history.steps] == [True, False]
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def test_what_is_no_state():
 
 # ---- history --------------------------------------------------------------------------------------------------------------
 def recorded() -> Observer:
-    observer, _ = watched(QUICK, signs=lambda: torch.tensor([1024.0, 0.0, -1.0]))
+    observer, _ = watched(QUICK, signs=lambda: torch.tensor([1024.0, 0.0, -1.0, -1.0]))
     for x in [1.0] * 20 + [math.nan] + [1.0] * 10:
         observer.observe(torch.tensor(x))
     return observer

@@ -59,7 +59,8 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=2)
-    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=fxamp.DynamicScale(growth_interval_steps=20))
+    config = fxamp.DynamicScale(growth_interval_steps=20)
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=config, stats="overflow")
     model = made(kind, amp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     amp.attach(optimizer)
@@ -83,6 +84,7 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "state": amp.state_dict(),
         "num_graphs": len(amp.graphs),
         "observed": observed(rank),
+        "health": [(f.kind, f.what, dict(f.evidence)) for f in amp.health()],
     }
     torch.save(facts, out / f"{rank}.pt")
     distributed.destroy_process_group()
@@ -110,6 +112,15 @@ def test_ranks_skip_together(ranks: list[dict[str, Any]]):
         assert torch.isfinite(p).all()
 
 
+def test_each_rank_names_what_it_made_itself(ranks: list[dict[str, Any]]):
+    """`BAD`: an inf or a NaN of the loss arrives, 1e38 does not survive the scale; the other rank has nothing to do with it."""
+    keys = ("phase", "operation", "first_update", "last_update")
+    for rank, want in enumerate(([("arriving", "add", 17, 60)], [("arriving", "add", 0, 0), ("scaled", "add", 18, 18)])):
+        found = [evidence for kind, _, evidence in ranks[rank]["health"] if kind == "overflow"]
+        assert [tuple(evidence[key] for key in keys) for evidence in found] == want
+    assert all(f"seen on rank {rank}" in facts["health"][-1][1] for rank, facts in enumerate(ranks))
+
+
 # ---- observing ------------------------------------------------------------------------------------------------------------
 SPIKES: dict[int, tuple[int, float]] = {20: (1, 8.0), 60: (0, math.nan), 100: (1, math.inf), 140: (0, 0.015)}
 """Step -> (rank, its loss). The last one bends the mean by less than the threshold, and that of the rank by more."""
@@ -120,7 +131,7 @@ LOSSES = (1.0, 2.0)
 
 def observed(rank: int) -> tuple[str, str]:
     scheduler, dial = CurvatureScheduler(dwell_steps=6, lag_steps=3, gradient_ratio_limit=50.0), dial_of()
-    signs = torch.tensor([1024.0, 0.0, 1.0])
+    signs = torch.tensor([1024.0, 0.0, 1.0, 0.0])
     observer = Observer(scheduler, dial, signs=lambda: signs.clone())
     for step in range(200):
         bad_rank, loss = SPIKES.get(step, (None, 0.0))
