@@ -304,8 +304,8 @@ class Amp:
         return int(self.skipped_steps)
 
     def health(self) -> tuple[Finding, ...]:
-        """What ails the run: loss spikes and broken losses, where losses are observed; explosion, underflow, oscillation, a scale at its floor;
-        and skips that are calibration. Empty: nothing is known. Waits for the device.
+        """What ails the run: loss spikes and broken losses, where losses are observed; explosion, underflow,
+        oscillation, a scale at its floor; and skips that are calibration. Empty: nothing is known. Waits for the device.
 
         Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also
         which operation made the first inf or NaN, forward or backward; with stats="full" also which share of each gradient's
@@ -505,8 +505,8 @@ def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:
         raise errors.CannotScale(
             "a gradient is taken inside of the graph (trace_autograd_ops), where nothing would keep it from underflowing fp16",
             where=inside[0].where,
-            way_out="Leave torch._dynamo.config.trace_autograd_ops off: it is then taken between two graphs, and scaled. Or use "
-            "bf16",
+            way_out="Leave torch._dynamo.config.trace_autograd_ops off: it is then taken between two graphs, and scaled. Or "
+            "use bf16",
         )
     inputs = captured.differentiable
     parameters = {i: node for i, node in inputs.items() if captured.roles[node.name] == "parameter"}

@@ -332,7 +332,7 @@ def test_averaged_weights_and_their_statistics_stay_finite():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))  # of plain averages, no decay
     amp, optimizer = scaled(), optim.AdamW(model.parameters(), lr=1e-2)
     amp.attach(optimizer)
-    run = torch.compile(model, backend=amp)
+    run: Any = torch.compile(model, backend=amp)
     averages = AveragedModel(model), AveragedModel(run, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step, (x, y) in enumerate(batches(6)):
         optimizer.zero_grad()

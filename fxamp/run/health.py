@@ -167,8 +167,8 @@ def loss_spikes(losses: Sequence[tuple[int, float]]) -> tuple[Finding, ...]:
 
 
 def broken_losses(losses: Mapping[int, float], places: Sequence[str]) -> tuple[Finding, ...]:
-    """Losses, by their steps, that are inf or NaN although no gradient of theirs was: none or one finding. `places`: who may have
-    made them, where somebody watches."""
+    """Losses, by their steps, that are inf or NaN although no gradient of theirs was: none or one finding. `places`: who may
+    have made them, where somebody watches."""
     if not losses:
         return ()
     step = max(losses)
@@ -176,8 +176,8 @@ def broken_losses(losses: Mapping[int, float], places: Sequence[str]) -> tuple[F
     return (
         Finding(
             kind="broken loss",
-            what=f"the loss was inf or NaN in {len(losses)} steps, {losses[step]:g} in step {step}, although every gradient was finite: "
-            f"it was made where no gradient comes by{maker}, and the steps were taken",
+            what=f"the loss was inf or NaN in {len(losses)} steps, {losses[step]:g} in step {step}, although every gradient "
+            f"was finite: it was made where no gradient comes by{maker}, and the steps were taken",
             evidence={"loss_by_step": dict(losses), "operations": tuple(places)},
             way_out="Look at the parts of the loss that are detached or computed under no_grad"
             + ("" if places else "; if the loss is compiled with the model, stats='overflow' names the operation"),

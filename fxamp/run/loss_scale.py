@@ -77,6 +77,8 @@ class LossScale:
         self.num_updates: Final = torch.zeros(1, dtype=torch.int64, device=device)
         """Updates on record so far. On the device, as all that changes from step to step: a step may be a CUDA graph."""
         self._columns = torch.arange(NUM_REMEMBERED, device=device)
+        self._untold = torch.full((), -1.0, device=device)
+        """fp32 [], 1 if a gradient has overflowed since the last `signs`, 0 if none has; -1: none came."""
         self.at_floor: Final = torch.zeros((), device=device)
         """fp32 [], 1 if gradients overflowed in the last update, and the scale could not fall further."""
 
@@ -98,6 +100,7 @@ class LossScale:
         facts = torch.stack([self._writable, overflowed, largest]).unsqueeze(1)
         self._history.index_copy_(1, self.num_updates % NUM_REMEMBERED, facts)
         self.num_updates.add_(1)
+        self.note_overflow(overflowed)
         if not moves:
             return
         self._is_calibrating.mul_(overflowed)
@@ -108,17 +111,24 @@ class LossScale:
             self._tracker.copy_(after.tracker)
             self._patience.copy_(after.patience)
 
+    @torch.no_grad()
+    def note_overflow(self, overflowed: Tensor) -> None:
+        """Takes note, for the next `signs`, of gradients that came; `overflowed`: fp32 [], 1 if one of them did, else 0."""
+        self._untold.copy_(torch.maximum(self._untold, overflowed.to(self._untold.device, non_blocking=True)))
+
     def calibrates(self, overflowed: Tensor) -> Tensor:
         """fp32 [], 1 if an update with this overflow comes before the first one without, else 0."""
         return overflowed * self._is_calibrating.float()
 
     def signs(self) -> Tensor:
-        """How gradients are doing, fp32 [3], without a wait: the scale; the share of the last `NUM_RECENT` updates that
+        """How gradients are doing, fp32 [4], without a wait: the scale; the share of the last `NUM_RECENT` updates that
         overflowed; the largest magnitude of the newest update over the median of those on record before (-1: it has none, or
-        fewer than `NUM_BEFORE_SPIKE` before it have)."""
+        fewer than `NUM_BEFORE_SPIKE` before it have); 1 if a gradient overflowed since the last call, else 0 (-1: none came)."""
         in_order = self._history.index_select(1, (self.num_updates + self._columns) % NUM_REMEMBERED)  # the newest last
         rate = in_order[1, -NUM_RECENT:].sum() / NUM_RECENT
-        return torch.stack([self._writable, rate, _ratio_of_newest(in_order[2])])
+        signs = torch.stack([self._writable, rate, _ratio_of_newest(in_order[2]), self._untold])
+        self._untold.fill_(-1.0)
+        return signs
 
     # ---- looking at it: these wait for the device -----------------------------------------------------------------------
     def read_history(self) -> list[Update]:

@@ -63,8 +63,6 @@ class Scaler:
         """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
         self._largest: Tensor | None = None
         """fp32 [], the largest finite gradient since the last update."""
-        self._untold: Tensor | None = None
-        """fp32 [], 1 if an update since the last `signs` overflowed; None: there was none."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
         _watching().add(self)
@@ -272,7 +270,6 @@ class Scaler:
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
-        self._untold = overflowed if self._untold is None else torch.maximum(self._untold, overflowed)
         self._overflowed = self._largest = None
         self._stepped.clear()
         if not _is_recorded():
@@ -308,17 +305,13 @@ class Scaler:
         return self._loss_scale if self._loss_scale is not None else self.state_on(torch.device("cpu"))
 
     def signs(self) -> Tensor | None:
-        """As `LossScale.signs`, and behind them: 1 if a gradient since the last call overflowed, 0 if not, -1 if none came. None
-        while there is neither a graph nor an optimizer. Waits for nothing."""
-        state = self._loss_scale
-        if state is None:
+        """As `LossScale.signs`; None while there is neither a graph nor an optimizer. Waits for nothing."""
+        if self._loss_scale is None:
             return None
-        device = state.scale.device
-        known, self._untold = self._untold, None
-        arrived = [flags.any_overflow().to(device, non_blocking=True) for flags in self._flags.values() if flags.arrivals]
-        recent = [*([] if known is None else [known]), *arrived]
-        newest = functools.reduce(torch.maximum, recent) if recent else torch.full((), -1.0, device=device)
-        return torch.cat([state.signs(), newest.reshape(1)])
+        for flags in self._flags.values():
+            if flags.arrivals:  # of a step that is still to come
+                self._loss_scale.note_overflow(flags.any_overflow())
+        return self._loss_scale.signs()
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """See `Amp.when_stepped`."""

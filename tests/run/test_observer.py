@@ -192,8 +192,10 @@ def test_signs_are_those_of_the_record(updates: list[tuple[bool, float]]):
     scale = LossScale(DynamicScale(floor=2.0**-126), torch.device("cpu"))
     for overflowed, largest in updates:
         scale.update(torch.tensor(float(overflowed)), torch.tensor(largest))
-    now, rate, ratio = scale.signs().tolist()
+    now, rate, ratio, overflowed = scale.signs().tolist()
     assert now == float(scale.scale)
+    assert overflowed == max((float(bad) for bad, _ in updates), default=-1.0)
+    assert scale.signs().tolist()[3] == -1.0, "it was told"
     assert rate == sum(overflowed for overflowed, _ in updates[-NUM_RECENT:]) / NUM_RECENT
     *before, newest = [largest for _, largest in updates[-NUM_REMEMBERED:]] or [0.0]
     known = [x for x in before if x > 0]

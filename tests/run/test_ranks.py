@@ -113,9 +113,10 @@ def test_ranks_skip_together(ranks: list[dict[str, Any]]):
 
 
 def test_each_rank_names_what_it_made_itself(ranks: list[dict[str, Any]]):
-    """`BAD`: an inf or a NaN of the loss arrives, 1e38 does not survive the scale; the other rank has nothing to do with it."""
+    """`BAD`: an inf or a NaN of the loss arrives, 1e38 does not survive the scale; the other rank did neither."""
     keys = ("phase", "operation", "first_update", "last_update")
-    for rank, want in enumerate(([("arriving", "add", 17, 60)], [("arriving", "add", 0, 0), ("scaled", "add", 18, 18)])):
+    wanted = [("arriving", "add", 17, 60)], [("arriving", "add", 0, 0), ("scaled", "add", 18, 18)]
+    for rank, want in enumerate(wanted):
         found = [evidence for kind, _, evidence in ranks[rank]["health"] if kind == "overflow"]
         assert [tuple(evidence[key] for key in keys) for evidence in found] == want
     assert all(f"seen on rank {rank}" in facts["health"][-1][1] for rank, facts in enumerate(ranks))
