@@ -123,7 +123,7 @@ class LossScale:
     def signs(self) -> Tensor:
         """How gradients are doing, fp32 [4], without a wait: the scale; the share of the last `NUM_RECENT` updates that
         overflowed; the largest magnitude of the newest update over the median of those on record before (-1: it has none, or
-        fewer than `NUM_BEFORE_SPIKE` before it have); 1 if a gradient overflowed since the last call, else 0 (-1: none came)."""
+        fewer than `NUM_BEFORE_SPIKE` before it have); 1 if a gradient overflowed since the last call, else 0 (-1: none)."""
         in_order = self._history.index_select(1, (self.num_updates + self._columns) % NUM_REMEMBERED)  # the newest last
         rate = in_order[1, -NUM_RECENT:].sum() / NUM_RECENT
         signs = torch.stack([self._writable, rate, _ratio_of_newest(in_order[2]), self._untold])
