@@ -68,8 +68,8 @@ class Runner:
     """A workload on a system, ready to run."""
 
     step: Callable[[Sequence[Batch]], Tensor]
-    """Trains on micro-batches, or infers. Returns the output, or the loss of the last micro-batch, divided by their
-    number; the next step may overwrite it."""
+    """Trains on micro-batches, or infers. Returns the output, or the mean loss of the micro-batches; the next step may
+    overwrite it."""
     amp: fxamp.Amp | None
     model: nn.Module
     note: str | None = None
@@ -171,7 +171,10 @@ def _fxamp() -> list[System]:
         )
         for precision in ("bf16", "fp16", "fp8")
     ]
-    return [*calls, *steps]
+    relaxed_step = replace(
+        steps[0], name="fxamp-bf16-relaxed-train-step", about=f"{steps[0].about}, attention_masks", relaxed=RELAXED
+    )
+    return [*calls, *steps, relaxed_step]
 
 
 def all_systems() -> dict[str, System]:
@@ -220,8 +223,6 @@ def unavailable(system: System, workload: Workload, device_type: str) -> str | N
     """Why a system cannot run a workload here, or None. Costs nothing but the making of an Amp."""
     if workload.kind == "infer" and (system.is_train_step or system.float8_recipe):
         return "for training"
-    if workload.num_micro_batches > 1 and system.is_train_step:
-        return "takes one batch a step"
     if system.is_replaying and device_type != "cuda":
         return f"no CUDA graphs on {device_type}"
     if system.float8_recipe is not None:
@@ -240,13 +241,9 @@ def _without_torchao(device_type: str) -> str | None:
 
 def _without_fxamp(system: System, workload: Workload) -> str | None:
     try:
-        amp = _amp(system, workload)
+        _amp(system, workload)
     except errors.NotYet as error:
         return f"not in this version of fxamp: {error.what}"
-    if not system.is_train_step:
-        return None
-    if not hasattr(amp, "train_step"):
-        return "not in this version of fxamp: Amp.train_step"
     return None
 
 
@@ -335,11 +332,12 @@ def _inference(
 def _fxamp_step(
     workload: Workload, parts: Parts, device_type: str, amp: fxamp.Amp | None
 ) -> Callable[[Sequence[Batch]], Tensor]:
-    optimizer = _optimizer(workload, parts.model, device_type)
-    run = getattr(amp, "train_step")(parts.model, parts.criterion, optimizer)  # noqa: B009  # may not exist yet
+    assert amp is not None
+    optimizer, num = _optimizer(workload, parts.model, device_type), workload.num_micro_batches
+    run = amp.train_step(parts.model, parts.criterion, optimizer, accumulate=num)
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        return run(*batches[-1])
+        return run(*batches[0]) if num == 1 else run(*map(torch.cat, zip(*batches, strict=True)))
 
     return step
 
@@ -368,7 +366,7 @@ def _training(
             p.grad = torch.zeros_like(p) if p.requires_grad else None
 
     def step(batches: Sequence[Batch]) -> Tensor:
-        loss = None
+        total = None
         for x, y in batches:
             begin()
             with _autocast(system, device_type):
@@ -376,11 +374,12 @@ def _training(
                 if num_micro_batches > 1:
                     loss = loss / num_micro_batches
             scaler.scale(loss).backward()
+            total = loss.detach() if total is None else total + loss.detach()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=not keeps_gradients)
-        assert loss is not None
-        return loss.detach()
+        assert total is not None
+        return total
 
     return step
 

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ from fxamp.run.variants import Precisions
 if TYPE_CHECKING:  # Inductor takes a second to import; only compiling needs it
     from fxamp.lower import Program
     from fxamp.run.history import History
+    from fxamp.run.train_step import TrainStep
 
 Compiled = Callable[..., Any]
 __version__: Final = "0.1.0.dev0"
@@ -61,6 +63,7 @@ class Amp:
         self._graphs: list[GraphRecord] = []
         self._notes: list[str] = []
         self._num_fallbacks = 0
+        self._steps: weakref.WeakSet[TrainStep] = weakref.WeakSet()
         self._precisions: Final = Precisions(self.options.rungs)
         config = scaling.resolve(self.options.scaling, self._precisions.ladder)
         self._scaler = None if config is None else Scaler(
@@ -110,17 +113,28 @@ class Amp:
             )
         transforms.refuse_around(self)
         chosen = self.options if mode is None else dataclasses.replace(self.options, mode=mode)
+        return self._compile_or_fall_back(gm, example_inputs, chosen)
+
+    def _compile_in_step(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Compiles a graph that a train step runs, and records with everything else."""
+        return self._compile_or_fall_back(gm, example_inputs, self.options, in_step=True)
+
+    def _compile_or_fall_back(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options, *, in_step: bool = False
+    ) -> Compiled:
         untouched = graph.clone(gm) if chosen.on_error == "eager" else None
         try:
-            return self._compile(gm, example_inputs, chosen)
+            return self._compile(gm, example_inputs, chosen, in_step)
         except Exception as error:
             if untouched is None or isinstance(error, _USERS_TO_SOLVE):
                 raise
             self._num_fallbacks += 1
             self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
-            return _compile_untouched(untouched, example_inputs, chosen)
+            return _compile_untouched(untouched, example_inputs, chosen, in_step=in_step)
 
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, in_step: bool = False
+    ) -> Compiled:
         normal = graph.clone(gm)
         normalized = passes.run(normal, rewrite.normalize(options.relaxed), legal.checker(legal.REWRITTEN, gm))
         captured = capture.take(normal, example_inputs)
@@ -144,6 +158,7 @@ class Amp:
                 device=captured.device,
                 trains=captured.trains,
                 fresh_outputs=captured.fresh_outputs,
+                in_step=in_step,
             ),
             scaler=scaler,
             probed=None if scaler is None else _probed(captured, scaler, ladder),
@@ -204,6 +219,7 @@ class Amp:
             rules=rules,
             scaling=() if self._scaler is None else self._scaler.read_summary(),
             num_fallbacks=self._num_fallbacks,
+            steps=tuple(str(step.summary()) for step in self._steps),
             scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
 
@@ -222,9 +238,72 @@ class Amp:
             raise errors.InvalidOption(
                 f"attach() was given a {type(optimizer).__name__}", way_out="Give it the torch.optim.Optimizer itself"
             )
+        if self.options.on_overflow == "retry":
+            raise errors.InvalidOption(
+                "on_overflow='retry' computes a step again, and in a loop of yours only you can",
+                way_out="Use amp.train_step(model, loss_fn, optimizer), or on_overflow='skip'",
+            )
+        self._attach(optimizer, route)
+
+    def _attach(self, optimizer: torch.optim.Optimizer, route: str) -> None:
         if self._scaler is not None:
             self._scaler.attach(optimizer, route)
         self._precisions.end_steps_of(optimizer)
+
+    def train_step(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_grad_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> TrainStep:
+        """A callable that takes one whole training step, on CUDA as one CUDA graph: forward, loss, backward, overflow check,
+        clipping, the update, and what moves the loss scale. On a CPU it takes the same step, launch by launch.
+
+            step = amp.train_step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), fused=True))
+            for x, y in batches:
+                loss = step(x, y)
+
+        `step(*inputs, target, **named)` is `loss_fn(model(*inputs, **named), target)`; with `loss_fn=None` it is
+        `model(*inputs, **named)`, or the `.loss` of that. It returns the loss as a tensor on the device, [], and never waits,
+        but for the first steps of each shape of batch, which are compiled and recorded, all precisions of a ladder together.
+        Gradients are gone after it: `.grad` is None.
+
+        It may be called between evaluations, with a batch of another shape (8 of them are recorded), in `train()` or
+        `eval()`; learning-rate schedules work as always. Where parameters are moved, or another hyperparameter changes, the
+        step is recorded anew. With `on_overflow="retry"` a step that overflowed is computed again in the next higher
+        precision, which waits for the device once a step; dropout draws again, and running statistics see the batch twice.
+
+        Args:
+            model: compiled, as a whole, or not; it is compiled together with the loss.
+            loss_fn: (output, target) -> one floating-point number, or None.
+            optimizer: one that a CUDA graph can hold; it is attached.
+            clip_grad_norm: the largest norm of all true gradients together; larger ones are scaled down to it.
+            accumulate: micro-batches that each batch is split into, in order, along its first dimension; the loss is the
+                mean of theirs.
+        Raises: CannotCapture for another optimizer; InvalidOption for a number that makes no sense, no parameters, or
+        parameters on several devices; CannotSkip, CannotScale as `attach`.
+        """
+        from fxamp.run import train_step  # `import fxamp` stays light
+
+        model = getattr(model, "_orig_mod", model)
+        task = train_step.Task(
+            model=model, loss_fn=loss_fn, optimizer=optimizer, clip_grad_norm=clip_grad_norm, accumulate=accumulate
+        )
+        step = train_step.TrainStep(
+            task,
+            backend=self._compile_in_step,
+            scaler=self._scaler,
+            precisions=self._precisions,
+            retries=self.options.on_overflow == "retry",
+            note=self._note,
+            wish=self.options.cuda_graphs,
+        )
+        self._attach(optimizer, "auto")
+        self._steps.add(step)
+        return step
 
     def set_precision(self, precision: str, *, region: str | None = None) -> None:
         """Runs in another precision of the ladder, from the next step on, in all graphs together. It compiles nothing.
@@ -480,7 +559,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         lower=options.lower,
         mode=options.mode,
         cuda_graphs=shared.replay.on,
-        require_cuda_graphs=options.cuda_graphs == "require",
+        require_cuda_graphs=shared.replay.on and options.cuda_graphs == "require",
         keeps_roundings=shared.keeps_roundings,
         tf32=made.variant == "tf32",
         compiles_backward=shared.num_variants > 1,
@@ -516,14 +595,16 @@ def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:
     return scaler.graph({i: graph.input_name(node) for i, node in inputs.items()}, parameters)
 
 
-def _compile_untouched(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
+def _compile_untouched(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, *, in_step: bool
+) -> Compiled:
     """The graph as Dynamo captured it, compiled as if fxamp were not there."""
     from fxamp import lower
 
     settings = lower.Settings(
         lower=options.lower,
         mode=options.mode,
-        cuda_graphs=options.cuda_graphs in (True, "require") or options.mode in ("reduce-overhead", "max-autotune"),
+        cuda_graphs=not in_step and (options.cuda_graphs in (True, "require") or options.mode in cuda_graphs.MODES),
         require_cuda_graphs=False,
         keeps_roundings=False,
         tf32=False,

@@ -80,6 +80,10 @@ class CannotSkip(FxampError, RuntimeError):
     """An optimizer whose step cannot be left out."""
 
 
+class CannotCapture(FxampError, RuntimeError):
+    """An optimizer whose step cannot be part of a CUDA graph."""
+
+
 class ScaleAtFloor(FxampError, RuntimeError):
     """Gradients overflow although the loss scale is as low as it goes: the cause is not the scale."""
 

@@ -52,7 +52,8 @@ class Options:
     """Loss scaling: "auto" is "dynamic" where a precision is fp16, else None. "dynamic" is `DynamicScale()`, a float a scale
     that stays. None with fp16 trains without protection, and is the user's explicit choice."""
     on_overflow: str = "skip"
-    """What an overflowed step does: "skip" or "retry". Only "skip" yet."""
+    """What an overflowed step does: "skip" leaves it out; "retry", in `Amp.train_step` alone, computes it again in the next
+    higher precision of the ladder, at the price of one wait a step."""
     relaxed: tuple[str, ...] = ()
     """Names of RELAXED passes, which change numerics; docs/relaxed.md has the error that each adds. "min_cut": operations that
     follow their operands run in the formats that move the fewest bytes. "low_residual": x + f(x) is low if f(x) is.
@@ -159,6 +160,10 @@ def _check_choices(options: Options) -> None:
             way_out="Name two precisions or more, the lowest first: ladder=('fp16', 'fp32')",
         )
     _check_scheduler(options)
+    if options.on_overflow == "retry" and len(options.rungs.rungs) == 1:
+        raise errors.InvalidOption(
+            "on_overflow='retry', and there is no higher precision", way_out="Give a ladder=('fp16', 'fp32')"
+        )
     at_floor = options.scaling.at_floor if isinstance(options.scaling, DynamicScale) else None
     if at_floor == "raise precision" and len(options.rungs.rungs) == 1:
         raise errors.InvalidOption(
@@ -205,8 +210,6 @@ def _check_scheduler(options: Options) -> None:
 def _check_landed(options: Options) -> None:
     if options.precision == "fp8" or "fp8" in (options.ladder or ()):
         raise errors.not_yet("precision", "fp8", "Use 'bf16', 'tf32' or 'fp32'")
-    if options.on_overflow != "skip":
-        raise errors.not_yet("on_overflow", options.on_overflow, "Leave it out")
 
 
 def _check_regions(options: Options) -> None:

@@ -43,6 +43,8 @@ class Report:
     """(what, value) of the loss scale: the scale, skipped steps, how each optimizer skips, what health() finds."""
     scheduling: tuple[tuple[str, str, str], ...] = ()
     """(from which step on, precision, why) of each change of the scheduler's; `Amp.history` has the numbers."""
+    steps: tuple[str, ...] = ()
+    """How the calls of each train step ran: replayed, or why not."""
     num_fallbacks: int = 0
     """Graphs that were compiled untouched after a failure, with on_error="eager"."""
 
@@ -98,6 +100,8 @@ class Report:
             if self.scheduling:
                 console.print(_scheduling_table(self.scheduling))
             _print_notes(console, self.graphs)
+        for step in self.steps:
+            console.print(f"- train step: {step}")
         for note in self.notes:
             console.print(f"- {note}")
         file = console.file

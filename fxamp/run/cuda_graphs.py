@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,14 +24,24 @@ class CudaGraphs:
         return f"CUDA graph: {'on' if self.on else 'off'} ({self.reason})"
 
 
+MODES: Final = ("reduce-overhead", "max-autotune")
+"""Modes of Inductor in which graphs are replayed."""
+
+
 def decide(
-    wish: str | bool, mode: str | None, *, device: torch.device, trains: bool, fresh_outputs: Sequence[bool]
+    wish: str | bool,
+    mode: str | None,
+    *,
+    device: torch.device,
+    trains: bool,
+    fresh_outputs: Sequence[bool],
+    in_step: bool = False,
 ) -> CudaGraphs:
-    """The decision for one graph. `fresh_outputs` says which outputs own their memory.
+    """The decision for one graph. `fresh_outputs` says which outputs own their memory; `in_step`: does a train step run it?
 
     Raises: CudaGraphsUnavailable if capture is required and the device has no CUDA graphs.
     """
-    asked_by_mode = mode in ("reduce-overhead", "max-autotune")
+    asked_by_mode = mode in MODES
     if device.type != "cuda":
         if wish == "require":
             raise errors.CudaGraphsUnavailable(
@@ -39,6 +49,8 @@ def decide(
                 way_out="Move the model and its inputs to a CUDA device, or use cuda_graphs='auto'",
             )
         return CudaGraphs(on=False, reason=f"no CUDA graphs on {device.type}")
+    if in_step:
+        return CudaGraphs(on=False, reason="by itself: it is part of the CUDA graph of a whole step")
     if wish is False:
         return CudaGraphs(on=False, reason="cuda_graphs=False")
     if wish in (True, "require") or asked_by_mode:

@@ -145,6 +145,10 @@ class Flags:
         """Has any of these parameters, by id, gone into a graph?"""
         return any(owner in parameters for owner in self._owners if owner is not None)
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where it is in memory: all that a CUDA graph holds fast of it."""
+        return self._store.data_ptr(), self._record.data_ptr(), *self.watch.addresses()
+
     # ---- asking and clearing --------------------------------------------------------------------------------------------
     def largest(self) -> Tensor:
         """fp32 [], the largest finite magnitude of any gradient."""

@@ -164,6 +164,27 @@ class Scaler:
                 "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
             )
 
+    # ---- for steps that are recorded ------------------------------------------------------------------------------------
+    def is_settled(self, optimizer: Optimizer) -> bool:
+        """Has an attached optimizer taken a step? Until then each one waits."""
+        return self._attached[optimizer].is_settled
+
+    def read_skipped(self, optimizer: Optimizer) -> int:
+        """Steps of an attached optimizer left out so far. Waits for the device."""
+        skipped = self._attached[optimizer].num_skipped
+        return 0 if skipped is None else int(skipped)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of the stores that backwards write to: they move when they grow."""
+        return tuple(address for flags in self._flags.values() for address in flags.addresses())
+
+    def forget_round(self) -> None:
+        """Forgets a step that broke off."""
+        self._overflowed = self._largest = None
+        self._stepped.clear()
+        for flags in self._flags.values():
+            flags.clear(self.scale_on(flags.device))
+
     # ---- a step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def verdict(self, optimizer: Optimizer) -> Tensor | None:

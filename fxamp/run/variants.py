@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Final
 
 from torch.optim import Optimizer
 
-from fxamp.ladder import Assignment, Ladder
+from fxamp import errors
+from fxamp.ladder import MAX_VARIANTS, Assignment, Ladder
 
 Compiled = Callable[..., Any]
 
@@ -92,12 +94,31 @@ class Precisions:
         used = {region for switch in self._switches for region in switch.regions}
         return tuple(name for name in self.regions if name in used)
 
+    def combinations(self) -> Iterator[Mapping[str, str]]:
+        """All precisions that the graphs so far can meet, together. Raises: TooManyVariants for more than `MAX_VARIANTS`."""
+        regions = self.regions_of_graphs
+        count = len(self.ladder) ** len(regions)
+        if count > MAX_VARIANTS:
+            raise errors.TooManyVariants(
+                f"{len(regions)} regions, each in any of {len(self.ladder)} precisions, make {count} combinations to warm, "
+                f"and {MAX_VARIANTS} is the most",
+                way_out="Have fewer regions, or a shorter ladder",
+            )
+        for chosen in itertools.product(self.ladder, repeat=len(regions)):
+            yield dict(zip(regions, chosen, strict=True))
+
     def raise_all(self) -> bool:
         """One rung up, everywhere. False: all of them are at the top already."""
         before = dict(self._wanted)
         for name, precision in before.items():
             self.set(self.structure.above(precision), name)
         return self._wanted != before
+
+    def climb(self) -> bool:
+        """One rung up, everywhere, at once. False: all of them are at the top already."""
+        before = self._current
+        self.force({name: self.structure.above(precision) for name, precision in before.items()})
+        return self._current != before
 
     # ---- steps ----------------------------------------------------------------------------------------------------------
     def end_steps_of(self, optimizer: Optimizer) -> None:
@@ -110,10 +131,14 @@ class Precisions:
         def end(*_: Any) -> None:
             known = this()
             if known is not None:
-                known._is_under_way = False
-                known._swap()
+                known.end_step()
 
         optimizer.register_step_post_hook(end)
+
+    def end_step(self) -> None:
+        """What was asked for meanwhile comes into effect."""
+        self._is_under_way = False
+        self._swap()
 
     def _swap(self) -> None:
         if self._wanted == self._current:

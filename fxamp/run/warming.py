@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from fxamp import errors
-from fxamp.ladder import MAX_VARIANTS
 from fxamp.run.variants import Precisions
 
 NUM_RUNS: Final = 3
@@ -26,25 +24,18 @@ def warm(precisions: Precisions, model: nn.Module, args: tuple[Any, ...], kwargs
     Gradients, buffers, random numbers, and the precisions are what they were. Returns the number of assignments.
     Raises: TooManyVariants if there are more than `MAX_VARIANTS`.
     """
-    with _untouched(model), precisions.kept():
-        _step(model, args, kwargs)  # compiles
-        regions = precisions.regions_of_graphs
-        count = len(precisions.ladder) ** len(regions)
-        if count > MAX_VARIANTS:
-            raise errors.TooManyVariants(
-                f"{len(regions)} regions, each in any of {len(precisions.ladder)} precisions, make {count} combinations to "
-                f"warm, and {MAX_VARIANTS} is the most",
-                way_out="Have fewer regions, or a shorter ladder",
-            )
-        for chosen in itertools.product(precisions.ladder, repeat=len(regions)):
-            precisions.force(dict(zip(regions, chosen, strict=True)))
+    with untouched(model), precisions.kept():
+        step(model, args, kwargs)  # compiles
+        combinations = tuple(precisions.combinations())
+        for chosen in combinations:
+            precisions.force(chosen)
             for _ in range(NUM_RUNS):
                 torch.compiler.cudagraph_mark_step_begin()
-                _step(model, args, kwargs)
-    return count
+                step(model, args, kwargs)
+    return len(combinations)
 
 
-def _step(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def step(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Forward and backward. The backward is asked for gradients by value: nothing is accumulated, no flag arrives."""
     outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
     leaves = _leaves(outputs)
@@ -67,7 +58,7 @@ def _leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _untouched(model: nn.Module) -> Generator[None]:
+def untouched(model: nn.Module) -> Generator[None]:
     """Buffers and random number generators of a model's devices are what they were."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {t.device for t in itertools.chain(model.parameters(), model.buffers()) if t.device.type == "cuda"}

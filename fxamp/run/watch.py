@@ -93,6 +93,10 @@ class Watch:
             self._record = torch.cat([self._record, nothing], dim=1)
         return span
 
+    def addresses(self) -> tuple[int, ...]:
+        """See `Flags.addresses`."""
+        return self._arrived.data_ptr(), self._record.data_ptr()
+
     def close(self, scale: Tensor, update: Tensor, overflowed: Tensor, calibrates: Tensor) -> None:
         """Takes what has arrived into the record, as that of an update. All are on this device, fp32 [] but `update`: the
         scale that it was computed with; its number, int64 [1]; 1 if a gradient overflowed, else 0; 1 if the scale still

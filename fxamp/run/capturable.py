@@ -1,0 +1,72 @@
+"""Which optimizers a CUDA graph can hold, and what of them it holds fast."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, optim
+from torch.optim import Optimizer
+
+from fxamp import errors
+from fxamp.run import skipping
+
+CAPTURABLE: Final = (
+    optim.Adadelta, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
+)  # fmt: skip
+"""Those of torch that count their steps on the device, with capturable=True."""
+
+FUSED: Final = (optim.SGD, optim.Adam, optim.AdamW)
+"""Those of torch that do with fused=True, and read the learning rate there."""
+
+CHANGES: Final = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"})
+"""Keys of a group that no recording holds fast: parameters are looked at by themselves, the learning rate is a tensor, and
+the others belong to schedules."""
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raises: CannotCapture for an optimizer whose step a CUDA graph cannot hold, on the CPU too; InvalidOption for one
+    without parameters, or with parameters on several devices."""
+    devices = {p.device for p in skipping.parameters(optimizer)}
+    if len(devices) != 1:
+        raise errors.InvalidOption(
+            f"the parameters of the optimizer are on {len(devices)} devices", way_out="A train step has one device"
+        )
+    on_cuda = devices.pop().type == "cuda"
+    known = (*CAPTURABLE, *FUSED)
+    says_so = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    if (says_so or not on_cuda) and (isinstance(optimizer, known) or _declares(optimizer)):
+        return
+    raise errors.CannotCapture(
+        f"the step of {type(optimizer).__name__}{'' if isinstance(optimizer, known) else ', as it is,'} cannot be part of a "
+        "CUDA graph: it keeps its count of steps, or its learning rate, on the host",
+        way_out=f"Build {_names(FUSED)} with fused=True, or {_names(CAPTURABLE)} with capturable=True. Any other optimizer "
+        "works in a plain loop, with amp.attach(optimizer)",
+    )
+
+
+def _declares(optimizer: Optimizer) -> bool:
+    """Does an optimizer that is not torch's say that it can be captured?"""
+    return all(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _names(classes: tuple[type[Optimizer], ...]) -> str:
+    *first, last = sorted(c.__name__ for c in classes)
+    return f"{', '.join(first)} or {last}"
+
+
+def hyperparameters(optimizer: Optimizer) -> Hashable:
+    """What a recording holds fast of an optimizer, to be compared: numbers by value, tensors by address."""
+    return tuple(
+        (len(group["params"]), *(_frozen(value) for key, value in group.items() if key not in CHANGES))
+        for group in optimizer.param_groups
+    )
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else id(value)

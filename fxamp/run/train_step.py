@@ -1,0 +1,441 @@
+"""A whole training step as one CUDA graph: forward, loss, backward, clipping, update, and what moves the loss scale.
+
+What is recorded is the plain loop of a user, with the hooks of `Attachment` in it: nothing of it waits, and all that changes
+from step to step is a tensor on the device, or part of the key under which a recording is found again. On a CPU, and wherever
+nothing can be recorded, the same loop runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fxamp import errors
+from fxamp.run import capturable, skipping, warming
+from fxamp.run.learning_rates import LearningRates
+from fxamp.run.variants import Precisions
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from fxamp.run.scaler import Scaler
+
+MAX_SHAPES: Final = 8
+"""Shapes of batches that are recorded. Each holds static inputs, and a graph for each precision."""
+
+MAX_WORLDS: Final = 8
+"""How often everything is recorded anew, because tensors moved or a hyperparameter changed, before nothing is any more."""
+
+NUM_WARMUPS: Final = 2
+"""Steps of each shape that run as they are, on the stream of the recording, before it: kernels are loaded, and tuned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a step computes."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    """(output, target) -> loss; None: the model returns its loss, or something that has a `.loss`."""
+    optimizer: Optimizer
+    clip_grad_norm: float | None
+    accumulate: int
+
+    def objective(self) -> Callable[..., Tensor]:
+        """The loss of one micro-batch, divided by their number, as a function that can be compiled. `model` is one of its
+        variables: the paths of modules are then what they are in the model."""
+        model, loss_fn, share = self.model, self.loss_fn, 1.0 / self.accumulate
+
+        def objective(*batch: Any, **named: Any) -> Tensor:
+            if loss_fn is None:
+                outputs = model(*batch, **named)
+                loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+            else:
+                loss = loss_fn(model(*batch[:-1], **named), batch[-1])
+            return loss if share == 1.0 else loss * share
+
+        return objective
+
+    def modules(self) -> list[nn.Module]:
+        """Every module whose state a recording depends on."""
+        roots = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
+        return list(dict.fromkeys(m for root in roots for m in root.modules()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The arguments of one call: its tensors, and everything else."""
+
+    tensors: tuple[Tensor, ...]
+    others: tuple[Any, ...]
+    spec: TreeSpec
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
+        leaves, spec = tree_flatten((args, dict(kwargs)))
+        tensors = tuple(x for x in leaves if isinstance(x, Tensor))
+        if any(x.requires_grad for x in tensors):
+            raise errors.InvalidOption(
+                "a tensor of the batch requires a gradient, which a recorded step could not hand out",
+                way_out="Give x.detach(), or use a plain training loop",
+            )
+        return Batch(tensors=tensors, others=tuple(_A_TENSOR if isinstance(x, Tensor) else x for x in leaves), spec=spec)
+
+    def key(self) -> Hashable:
+        """Equal for batches that one recording serves. Raises: InvalidOption for arguments that cannot be compared."""
+        layouts = tuple((x.shape, x.stride(), x.dtype) for x in self.tensors)
+        try:
+            hash(self.others)
+        except TypeError:
+            raise errors.InvalidOption(
+                "an argument of the step is neither a tensor nor hashable", way_out="Give tensors, numbers, strings or None"
+            ) from None
+        return layouts, self.others, str(self.spec)
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these tensors in place of its own."""
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if x is _A_TENSOR else x for x in self.others], self.spec)
+
+    def parts(self, tensors: Sequence[Tensor], num: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The arguments of each micro-batch: equal parts along the first dimension; tensors without one are for all.
+
+        Raises: InvalidOption where that leaves a rest."""
+        if num == 1:
+            return [self.arguments(tensors)]
+        for x in tensors:
+            if x.dim() and x.shape[0] % num:
+                raise errors.InvalidOption(
+                    f"a tensor of the batch has {x.shape[0]} rows, which accumulate={num} does not divide",
+                    way_out="Give a batch that is a multiple of the number of micro-batches",
+                )
+        split = [x.chunk(num) if x.dim() else (x,) * num for x in tensors]
+        return [self.arguments(part) for part in zip(*split, strict=True)]
+
+
+_A_TENSOR: Final = object()
+"""Stands for a tensor among the arguments."""
+
+
+@dataclass(kw_only=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    """In the memory of the graph: the next replay overwrites it."""
+
+
+@dataclass(kw_only=True)
+class _Shape:
+    """What belongs to the batches of one shape."""
+
+    inputs: list[Tensor]
+    """Static: the recordings read them."""
+    num_warm: int = 0
+    """Steps that ran as they are."""
+    recordings: dict[Hashable, _Recording] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSummary:
+    """What became of the calls of a step."""
+
+    num_recordings: int
+    num_replayed: int
+    num_plain: Mapping[str, int]
+    """Why a call was not a replay -> how often."""
+
+    def __str__(self) -> str:
+        plain = "".join(f"; {count} as they are: {why}" for why, count in self.num_plain.items())
+        return f"{self.num_replayed} replayed from {self.num_recordings} CUDA graphs{plain}"
+
+
+class TrainStep:
+    """A training step; see `Amp.train_step`."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        backend: Callable[..., Any],
+        scaler: Scaler | None,
+        precisions: Precisions,
+        retries: bool,
+        note: Callable[[str], None],
+        wish: str | bool,
+    ) -> None:
+        _check_task(task)
+        capturable.check(task.optimizer)
+        self._task, self._scaler, self._precisions = task, scaler, precisions
+        self._retries, self._note, self._must_record = retries, note, wish == "require"
+        self._loss = torch.compile(task.objective(), backend=backend)
+        self._modules = task.modules()
+        self._parameters = skipping.parameters(task.optimizer)
+        self._device = self._parameters[0].device
+        self._rates = LearningRates(task.optimizer)
+        self._num_loads = 0
+        this: weakref.ref[TrainStep] = weakref.ref(self)
+        task.optimizer.register_load_state_dict_post_hook(lambda _: _note_load(this))
+        self._on_cuda = self._device.type == "cuda"
+        self._why_plain = "cuda_graphs=False" if wish is False else ""
+        if not self._on_cuda:
+            self._why_plain = f"no CUDA graphs on {self._device.type}"
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._world: Hashable = None
+        self._num_worlds = 0
+        self._stream = self._pool = None
+        if not self._why_plain:
+            self._stream, self._pool = _stream_of(self._device), torch.cuda.graph_pool_handle()
+        self._num_recordings = self._num_replayed = self._num_skipped = 0
+        self._num_plain: Counter[str] = Counter()
+        self._is_closed = False
+
+    # ---- what people call -----------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Takes one step. Returns the loss, detached, fp32 or whatever the loss is, []: a tensor of the caller's own.
+
+        Args: as `Amp.train_step` says. Tensors are copied to the device of the model, without a wait where they are there
+        or pinned.
+        Raises: InvalidOption for a batch that cannot be split, requires a gradient, or is not hashable where it is no
+        tensor; after `close()`.
+        """
+        if self._is_closed:
+            raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
+        batch = Batch.of(args, kwargs)
+        loss = self._step(batch)
+        self._precisions.end_step()
+        return self._retry(batch, loss) if self._retries else loss
+
+    def summary(self) -> StepSummary:
+        """How the calls ran. Waits for nothing."""
+        return StepSummary(
+            num_recordings=self._num_recordings, num_replayed=self._num_replayed, num_plain=dict(self._num_plain)
+        )
+
+    def close(self) -> None:
+        """Gives the memory of the CUDA graphs back. May be called again."""
+        self._is_closed = True
+        self._shapes.clear()
+        self._pool = None
+
+    def __enter__(self) -> TrainStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- a step ---------------------------------------------------------------------------------------------------------
+    def _step(self, batch: Batch) -> Tensor:
+        if self._why_plain:
+            return self._plain(batch, self._why_plain)
+        self._look_around()
+        key = batch.key()
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) == MAX_SHAPES:
+                return self._plain(batch, f"more than {MAX_SHAPES} shapes of batches")
+            shape = self._shapes[key] = _Shape(inputs=[_static(x, self._device) for x in batch.tensors])
+        place = self._place()
+        if place not in shape.recordings:
+            if shape.num_warm < NUM_WARMUPS or not self._has_state():
+                shape.num_warm += 1
+                return self._plain(batch, "warming up")
+            self._record_all(batch, shape)
+            if self._why_plain:
+                return self._plain(batch, self._why_plain)
+        recording = shape.recordings[place]
+        if shape.inputs:
+            torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
+        self._rates.refresh()
+        recording.graph.replay()
+        self._num_replayed += 1
+        if self._scaler is not None:
+            self._scaler.ask_for_floor()
+        return recording.loss.clone()
+
+    def _plain(self, batch: Batch, why: str) -> Tensor:
+        """The step as it is; where it is to be recorded later, on the stream of that."""
+        self._num_plain[why] += 1
+        tensors = [x.to(self._device, non_blocking=True) for x in batch.tensors]
+        if self._on_cuda:
+            self._rates.refresh()
+        if self._stream is None:
+            return self._launch(batch, tensors)
+        now = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            loss = self._launch(batch, tensors)
+        now.wait_stream(self._stream)
+        for x in (loss, *tensors):
+            x.record_stream(self._stream if x is not loss else now)
+        return loss
+
+    def _launch(self, batch: Batch, tensors: Sequence[Tensor]) -> Tensor:
+        """The plain loop. Nothing of it waits, once the optimizer has its state."""
+        task, total = self._task, None
+        self._drop_gradients()
+        for args, kwargs in batch.parts(tensors, task.accumulate):
+            loss = self._loss(*args, **kwargs)
+            _check_loss(loss)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        if task.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, task.clip_grad_norm)
+        with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
+            task.optimizer.step()
+        self._drop_gradients()
+        return total
+
+    def _drop_gradients(self) -> None:
+        self._task.optimizer.zero_grad(set_to_none=True)
+        for module in self._modules:
+            for p in module._parameters.values():
+                if p is not None:
+                    p.grad = None
+
+    def _retry(self, batch: Batch, loss: Tensor) -> Tensor:
+        """A step that was left out, again, in ever higher precision. Returns the loss of the last attempt."""
+        with self._precisions.kept():
+            while self._read_was_skipped() and self._precisions.climb():
+                loss = self._step(batch)
+        return loss
+
+    def _has_state(self) -> bool:
+        return self._scaler is None or self._scaler.is_settled(self._task.optimizer)
+
+    def _read_was_skipped(self) -> bool:
+        """Was the step left out? Waits for the device: the price of on_overflow="retry"."""
+        if self._scaler is None:
+            return False
+        before, self._num_skipped = self._num_skipped, self._scaler.read_skipped(self._task.optimizer)
+        return self._num_skipped > before
+
+    # ---- recording ------------------------------------------------------------------------------------------------------
+    def _look_around(self) -> None:
+        """Forgets what was recorded with tensors that are elsewhere now, or with other hyperparameters."""
+        held = (t for m in self._modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None)
+        world = (
+            tuple(t.data_ptr() for t in held),
+            capturable.hyperparameters(self._task.optimizer),
+            () if self._scaler is None else self._scaler.addresses(),
+            self._num_loads,
+        )
+        if world == self._world:
+            return
+        if any(shape.recordings for shape in self._shapes.values()):
+            self._num_worlds += 1
+            self._shapes.clear()
+            if self._num_worlds == MAX_WORLDS:
+                self._give_up(
+                    f"parameters, buffers or hyperparameters other than the learning rate were replaced {MAX_WORLDS} times"
+                )
+        self._world = world
+
+    def _place(self) -> Hashable:
+        """What may change without anything being recorded anew for good: a recording for each."""
+        switches = tuple(m.training for m in self._modules)
+        trained = tuple(p.requires_grad for p in self._parameters)
+        return tuple(self._precisions.current().items()), switches, trained
+
+    def _record_all(self, batch: Batch, shape: _Shape) -> None:
+        """Records the step in every precision that can occur. Recording runs nothing on the device."""
+        torch._foreach_copy_(shape.inputs, list(batch.tensors)) if shape.inputs else None
+        try:
+            with self._precisions.kept(), self._keeping_buffers():
+                for chosen in self._precisions.combinations():
+                    self._precisions.force(chosen)
+                    place = self._place()
+                    if place not in shape.recordings:
+                        self._warm(batch, shape)
+                        shape.recordings[place] = self._record(batch, shape)
+        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+            self._forget_half_a_step()
+            if self._must_record:
+                raise errors.CudaGraphsUnavailable(
+                    f"cuda_graphs='require', and the training step cannot be recorded: {error}",
+                    way_out="See what the step does that needs the host, or leave cuda_graphs out",
+                ) from error
+            self._give_up(f"it cannot be recorded: {str(error).strip().splitlines()[0]}")
+
+    def _warm(self, batch: Batch, shape: _Shape) -> None:
+        """Runs forward and backward of the precisions that are forced, and leaves no trace: kernels are loaded and tuned."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(NUM_WARMUPS):
+                args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
+                warming.step(self._loss, args, kwargs)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _record(self, batch: Batch, shape: _Shape) -> _Recording:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = self._launch(batch, shape.inputs)
+        self._num_recordings += 1
+        return _Recording(graph=graph, loss=loss)
+
+    @contextlib.contextmanager
+    def _keeping_buffers(self) -> Generator[None]:
+        """What warming runs write, buffers and random numbers, is put back."""
+        with contextlib.ExitStack() as stack:
+            for module in (self._task.model, self._task.loss_fn):
+                if isinstance(module, nn.Module):
+                    stack.enter_context(warming.untouched(module))
+            yield
+
+    def _forget_half_a_step(self) -> None:
+        self._drop_gradients()
+        if self._scaler is not None:
+            self._scaler.forget_round()
+
+    def _give_up(self, why: str) -> None:
+        self._shapes.clear()
+        self._why_plain = why
+        self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
+
+
+def _note_load(step: weakref.ref[TrainStep]) -> None:
+    """The state of an optimizer lies elsewhere now."""
+    known = step()
+    if known is not None:
+        known._num_loads += 1
+
+
+@functools.cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream that everything is recorded on: each stream more keeps a workspace of the matrix library for good."""
+    return torch.cuda.Stream(device)
+
+
+def _static(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor like `x`, strides too, that belongs to nobody else."""
+    return torch.empty_like(x, device=device, requires_grad=False)
+
+
+def _check_task(task: Task) -> None:
+    if task.accumulate < 1:
+        raise errors.InvalidOption(f"accumulate={task.accumulate}", way_out="Give a number of micro-batches, 1 or more")
+    if task.clip_grad_norm is not None and not task.clip_grad_norm > 0:
+        raise errors.InvalidOption(f"clip_grad_norm={task.clip_grad_norm}", way_out="Give a norm above 0, or None")
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise errors.InvalidOption(
+            f"the loss of the training step is {what}, or does not depend on a parameter",
+            way_out="loss_fn(output, target) has to return one number; with loss_fn=None the model returns its loss",
+        )
