@@ -57,6 +57,8 @@ class System:
     """Passes of fxamp that are asked for by name."""
     is_train_step: bool = False
     """fxamp's own step, optimizer included."""
+    freezes: bool = False
+    """Does fxamp keep low copies of the weights?"""
 
     @property
     def is_replaying(self) -> bool:
@@ -160,6 +162,11 @@ def _fxamp() -> list[System]:
         for call in calls
         if call.name in ("fxamp-bf16", "fxamp-bf16-reduce-overhead")
     ]
+    calls += [
+        replace(call, name=call.name.replace("bf16", "bf16-frozen"), about=f"{call.about}, Amp.freeze", freezes=True)
+        for call in calls
+        if call.name in ("fxamp-bf16", "fxamp-bf16-reduce-overhead")
+    ]
     steps = [
         System(
             name=f"fxamp-{precision}-train-step",
@@ -223,6 +230,8 @@ def unavailable(system: System, workload: Workload, device_type: str) -> str | N
     """Why a system cannot run a workload here, or None. Costs nothing but the making of an Amp."""
     if workload.kind == "infer" and (system.is_train_step or system.float8_recipe):
         return "for training"
+    if workload.kind == "train" and system.freezes:
+        return "for inference"
     if system.is_replaying and device_type != "cuda":
         return f"no CUDA graphs on {device_type}"
     if system.float8_recipe is not None:
@@ -320,6 +329,8 @@ def _inference(
     system: System, parts: Parts, device_type: str, amp: fxamp.Amp | None
 ) -> Callable[[Sequence[Batch]], Tensor]:
     run, begin = _compiled(system, parts.model, amp), _begins_step(system, device_type)
+    if amp is not None and system.freezes:
+        amp.freeze(parts.model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin()

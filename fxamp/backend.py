@@ -29,6 +29,7 @@ from fxamp.policy import Policy
 from fxamp.run import cuda_graphs, skipping, transforms, warming
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
+from fxamp.run.frozen import Frozen, WeightCopies
 from fxamp.run.health import NUM_OBSERVED, Finding, broken_losses, loss_spikes
 from fxamp.run.scaler import Scaler
 from fxamp.run.schedule import SteppedSchedule
@@ -81,6 +82,7 @@ class Amp:
             signs=None if self._scaler is None else self._scaler.signs,
             group=self.options.process_group,
         )
+        self._weights: Final = WeightCopies(self._note)
         transforms.refuse_around(self)
         self._warned_of_idle_rules = False
 
@@ -135,6 +137,7 @@ class Amp:
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, in_step: bool = False
     ) -> Compiled:
+        self._weights.refuse_gradients(example_inputs)
         normal = graph.clone(gm)
         normalized = passes.run(normal, rewrite.normalize(options.relaxed), legal.checker(legal.REWRITTEN, gm))
         captured = capture.take(normal, example_inputs)
@@ -163,6 +166,8 @@ class Amp:
             scaler=scaler,
             probed=None if scaler is None else _probed(captured, scaler, ladder),
             outputs=_output_dtype(gm, options),
+            weights=self._weights,
+            frozen=() if captured.trains else self._weights.positions(example_inputs),
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
@@ -218,10 +223,44 @@ class Amp:
             notes=tuple(self._notes),
             rules=rules,
             scaling=() if self._scaler is None else self._scaler.read_summary(),
+            weights=self._weights.summary(),
             num_fallbacks=self._num_fallbacks,
             steps=tuple(str(step.summary()) for step in self._steps),
             scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
+
+    # ---- inference ------------------------------------------------------------------------------------------------------
+    def freeze(self, model: torch.nn.Module) -> Frozen:
+        """Keeps low copies of a model's weights, so that graphs without gradients read them and cast nothing.
+
+            with amp.freeze(model), torch.no_grad():
+                model(x)
+
+        The parameters stay what they are, but that they require no gradient until they are thawed: calling the model with
+        gradients on, or a backward that reaches them, raises FrozenWeights. Whoever writes to a weight may: it is seen, and
+        copied anew before it is read; docs/inference.md has what cannot be seen, and needs `refresh()`.
+
+        The first call afterwards compiles the model for it, once. Copies are made when a graph first reads them, and take two
+        bytes for each number.
+
+        Args: model: a module, compiled or not, as a whole or in parts.
+        Returns: what thaws these weights, by `.thaw()` or as a context manager; with `.num_weights` and `.num_bytes`.
+        Raises: InvalidOption for what is no module; CannotFreeze for parameters that are no plain `torch.nn.Parameter`, such
+        as FSDP's.
+        """
+        return self._weights.freeze(_module(model, "freeze"))
+
+    def thaw(self, model: torch.nn.Module) -> None:
+        """Frees the copies of a model's weights, which require gradients again where they did. Nothing to do is no error.
+
+        Raises: InvalidOption for what is no module.
+        """
+        self._weights.thaw(_module(model, "thaw"))
+
+    def refresh(self) -> None:
+        """All low copies are made anew before they are read again: for writes that go by an address which was handed out
+        before the copy was made, as the replay of a CUDA graph of your own does. Costs nothing itself."""
+        self._weights.expire()
 
     # ---- training -------------------------------------------------------------------------------------------------------
     def attach(self, optimizer: torch.optim.Optimizer, *, route: str = "auto") -> None:
@@ -327,11 +366,8 @@ class Amp:
         Returns: the number of combinations.
         Raises: TooManyVariants for more than 16; InvalidOption for what is no module, whose buffers nobody could put back.
         """
-        if not isinstance(model, torch.nn.Module):
-            raise errors.InvalidOption(
-                f"warm() was given a {type(model).__name__}", way_out="Give it the compiled torch.nn.Module, then its inputs"
-            )
-        return warming.warm(self._precisions, model, args, kwargs)
+        module = _module(model, "warm", "compiled torch.nn.Module, then its inputs")
+        return warming.warm(self._precisions, module, args, kwargs)
 
     @property
     def precisions(self) -> Mapping[str, str]:
@@ -441,13 +477,24 @@ class Amp:
         return self._scaler
 
 
+def _module(model: object, asker: str, wanted: str = "torch.nn.Module") -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    raise errors.InvalidOption(f"{asker}() was given a {type(model).__name__}", way_out=f"Give it the {wanted}")
+
+
 def _text_of(precision: Mapping[str, str]) -> str:
     """"fp16", or "model fp16, head fp32" where regions differ."""
     different = set(precision.values())
     return different.pop() if len(different) == 1 else ", ".join(f"{name} {p}" for name, p in precision.items())
 
 
-_USERS_TO_SOLVE: Final = (errors.CudaGraphsUnavailable, errors.RuleOutOfReach, errors.CannotScale)
+_USERS_TO_SOLVE: Final = (
+    errors.CudaGraphsUnavailable,
+    errors.RuleOutOfReach,
+    errors.CannotScale,
+    errors.FrozenWeights,
+)
 """What raises under on_error="eager" too: a promise was asked for that cannot be kept."""
 
 
@@ -489,6 +536,9 @@ class _Shared:
     probed: ProbedGraph | None
     outputs: tuple[Literal["traced", "low"], str]
     """The formats that outputs leave in, and a note if they are not those asked for."""
+    weights: WeightCopies
+    frozen: tuple[int, ...]
+    """Positions of the inputs of which low copies are kept."""
     programs: dict[str, Program] = field(default_factory=dict)
     """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
 
@@ -508,11 +558,16 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
     )
     rewritten = graph.clone(captured.gm)
     check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
-    steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed)
+    inputs = captured.gm.graph.find_nodes(op="placeholder")
+    frozen = [inputs[i].name for i in shared.frozen]
+    steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed, frozen=frozen)
     changes = passes.run(rewritten, steps, check)
     program = _lower(rewritten, made, shared)
     notes = [note for rung in dict.fromkeys(dict(assignment.precisions).values()) for note in resolved[rung][1]]
     notes += filter(None, (made.note, note_of_outputs))
+    if frozen:
+        count = len(rewrite.taken(captured.gm, rewritten))
+        notes.append(f"of {len(frozen)} frozen weights, {count} are read as low copies, the others in the format they have")
     if shared.keeps_roundings:
         notes.append("the program holds floats narrower than fp32: Inductor is asked to keep their roundings")
     record = VariantRecord(
@@ -535,7 +590,8 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
     from fxamp.joint.watch import Watch
 
     captured, options, probed = shared.captured, shared.options, shared.probed
-    examples = shared.example_inputs
+    taken = rewrite.taken(captured.gm, gm)
+    examples = [_low_example(x, taken[i]) if i in taken else x for i, x in enumerate(shared.example_inputs)]
     scaling: tuple[Pass, ...] = ()
     watch: Watch | None = None
     if shared.scaler is not None and probed is not None:
@@ -567,13 +623,23 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         scaling=scaling,
         watch=watch,
     )
-    digest = _digest(captured, made, settings)
+    digest = _digest(captured, made, (settings, taken))
     if digest not in shared.programs:
         program = lower.lower(gm, examples, settings, digest)
+        if taken:
+            program = dataclasses.replace(program, run=shared.weights.around(program.run, taken))
+        elif made.num_low_ops and not captured.trains and not shared.frozen:
+            parameters = [i for i, role in enumerate(captured.roles.values()) if role == "parameter"]
+            program = dataclasses.replace(program, run=shared.weights.telling(program.run, parameters))
         if shared.scaler is not None and probed is not None and watch is not None:
             program = dataclasses.replace(program, run=shared.scaler.around(program.run, probed, captured.device))
         shared.programs[digest] = program
     return shared.programs[digest]
+
+
+def _low_example(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Like the low copy of a weight."""
+    return torch.empty_like(weight, dtype=dtype, requires_grad=False)
 
 
 def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:

@@ -68,6 +68,14 @@ class CannotScale(FxampError, RuntimeError):
     """Gradients of a graph, or the parameters of an optimizer, are of a kind that loss scaling cannot protect."""
 
 
+class CannotFreeze(FxampError, ValueError):
+    """The weights of a model are of a kind of which no low copies can be kept."""
+
+
+class FrozenWeights(FxampError, RuntimeError):
+    """Gradients were asked of weights that `Amp.freeze` froze."""
+
+
 class CannotPickle(FxampError, TypeError):
     """An Amp was pickled: it holds compiled programs and the live parameters of a model."""
 

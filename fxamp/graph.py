@@ -469,6 +469,14 @@ def append_inputs(gm: fx.GraphModule, values: Mapping[str, torch.Tensor]) -> int
     return len(inputs)
 
 
+def retype_input(node: fx.Node, value: torch.Tensor) -> None:
+    """Lets an input of a Dynamo graph be a tensor like `value`, whose memory stays where it is from call to call. It is no
+    longer what Dynamo found at the source of the input."""
+    node._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    node.meta["example_value"] = value
+
+
 def like_examples(tensors: Sequence[torch.Tensor], examples: Sequence[Any]) -> Sequence[torch.Tensor]:
     """Real tensors as Dynamo would hand them over beside these examples, which are fake under DDP."""
     mode = detect_fake_mode(list(examples))

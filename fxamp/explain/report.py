@@ -41,6 +41,8 @@ class Report:
     """What became of each rule of the policy, in its order."""
     scaling: tuple[tuple[str, str], ...] = ()
     """(what, value) of the loss scale: the scale, skipped steps, how each optimizer skips, what health() finds."""
+    weights: tuple[tuple[str, str], ...] = ()
+    """(what, value) of frozen weights: how many, and the memory of their low copies."""
     scheduling: tuple[tuple[str, str, str], ...] = ()
     """(from which step on, precision, why) of each change of the scheduler's; `Amp.history` has the numbers."""
     steps: tuple[str, ...] = ()
@@ -96,7 +98,9 @@ class Report:
             if self.rules:
                 console.print(_rule_table(self.rules))
             if self.scaling:
-                console.print(_scaling_table(self.scaling))
+                console.print(_pairs_table("loss scaling", self.scaling))
+            if self.weights:
+                console.print(_pairs_table("weights", self.weights))
             if self.scheduling:
                 console.print(_scheduling_table(self.scheduling))
             _print_notes(console, self.graphs)
@@ -178,11 +182,11 @@ def _rule_table(rules: Sequence[RuleUse]) -> Table:
     return table
 
 
-def _scaling_table(scaling: Sequence[tuple[str, str]]) -> Table:
+def _pairs_table(title: str, pairs: Sequence[tuple[str, str]]) -> Table:
     from rich.table import Table
 
-    table = Table(title="loss scaling", title_justify="left", show_header=False)
-    for what, value in scaling:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for what, value in pairs:
         table.add_row(what, value)
     return table
 
@@ -200,7 +204,7 @@ def _scheduling_table(changes: Sequence[tuple[str, str, str]]) -> Table:
     return table
 
 
-_SPEEDING: Final = ("ReplaceMasks", "LowAttention")
+_SPEEDING: Final = ("ReplaceMasks", "LowAttention", "TakeLowWeights")
 """Passes that clear the way to a fast kernel: what they leave alone stays slow."""
 
 

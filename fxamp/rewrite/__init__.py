@@ -17,6 +17,9 @@ from fxamp.rewrite.masks import ReplaceMasks
 from fxamp.rewrite.out_of_place import OutOfPlace
 from fxamp.rewrite.roundings import MarkRoundings
 from fxamp.rewrite.strided import DenseReads
+from fxamp.rewrite.weights import TakeLowWeights, taken
+
+__all__ = ["NORMALIZE", "RELAXED", "normalize", "passes_for", "taken"]
 
 NORMALIZE: Final[tuple[Pass, ...]] = (
     SeeIntoComposites(),  # before OutOfPlace, which looks at every operation
@@ -35,11 +38,15 @@ def normalize(relaxed: Collection[str]) -> tuple[Pass, ...]:
     return (*NORMALIZE, *asked)  # behind OutOfPlace: a mask that was filled in place is made of constants by then
 
 
-def passes_for(captured: Captured, plan: Plan, *, marks_following: bool = False) -> tuple[Pass, ...]:
-    """The passes that turn a captured graph into the planned one, in order."""
+def passes_for(
+    captured: Captured, plan: Plan, *, marks_following: bool = False, frozen: Collection[str] = ()
+) -> tuple[Pass, ...]:
+    """The passes that turn a captured graph into the planned one, in order. `frozen`: names of the inputs of which low copies
+    can be had."""
     return (
         *((MarkFollowing(plan.decisions),) if marks_following else ()),
         MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name
         LowerOperations(captured, plan),
         LowAttention(plan),  # behind LowerOperations: the plan counts operands of the captured call
+        *((TakeLowWeights(frozenset(frozen)),) if frozen else ()),  # behind LowerOperations, whose casts it looks for
     )

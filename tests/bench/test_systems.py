@@ -172,6 +172,15 @@ def test_inference_has_no_gradient_and_no_optimizer(monkeypatch):
     assert torch.equal(output, parts.model(parts.batches[0][0]))
 
 
+def test_frozen_weights_are_read_as_copies():
+    workload = tiny(kind="infer")
+    parts = workload.parts("cpu")
+    runner = systems.prepare(SYSTEMS["fxamp-bf16-frozen"], workload, parts, "cpu")
+    runner.step(parts.batches[:1])
+    assert runner.amp is not None
+    assert dict(runner.amp.report().weights)["low copies"].startswith("4 in bf16")
+
+
 # ---- what cannot run -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("system", "workload", "reason"),
@@ -179,6 +188,7 @@ def test_inference_has_no_gradient_and_no_optimizer(monkeypatch):
         ("bf16-autocast-reduce-overhead", "gpt-small", "no CUDA graphs on cpu"),
         ("fxamp-bf16-train-step", "decode-small", "for training"),
         ("fp8-torchao-rowwise", "decode-small", "for training"),
+        ("fxamp-bf16-frozen", "gpt-small", "for inference"),
     ],
 )
 def test_reasons(system, workload, reason):
