@@ -129,6 +129,20 @@ def test_calls_with_gradients_on_are_refused(on_error: str):
     assert run(X).requires_grad
 
 
+def test_a_train_step_is_refused_until_thawed():
+    model = layers()
+    amp, run = compiled(model)
+    step = amp.train_step(model, lambda out, y: F.mse_loss(out, y), optim.SGD(model.parameters(), lr=0.1))
+    y = torch.randn(3, 4)
+    for _ in range(2):
+        step(X, y)
+        with amp.freeze(model):
+            with torch.no_grad():
+                assert torch.equal(run(X), expected(model))
+            with pytest.raises(BackendCompilerFailed, match="FrozenWeights"):
+                step(X, y)
+
+
 def test_weights_that_never_required_gradients_may_be_called_with_gradients_on():
     model = layers().requires_grad_(False)
     amp, run = compiled(model)
@@ -343,3 +357,19 @@ def test_a_capture_of_ones_own_reads_the_weights():
             p.data.normal_()
         captured.replay()
         torch.testing.assert_close(out, expected(model, x), atol=0.2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_between_recorded_steps():
+    """Their replays write weights by address; the copies are anew all the same, and a frozen model does not train."""
+    model, x = layers().cuda(), X.cuda()
+    amp = fxamp.Amp(precision="bf16")
+    run = torch.compile(model, backend=amp)
+    step = amp.train_step(model, lambda out, _: out.square().mean(), optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    for _ in range(8):
+        step(x, x)
+        with torch.no_grad(), amp.freeze(model):
+            torch.testing.assert_close(run(x), expected(model, x), atol=0.2, rtol=2e-2)
+    assert step.summary().num_replayed > 0
+    with amp.freeze(model), pytest.raises(BackendCompilerFailed, match="FrozenWeights"):
+        step(x, x)
