@@ -162,8 +162,9 @@ def down(i: int, ours: bool = True) -> tuple[int, torch.dtype, bool]:
     return i, BF16, ours
 
 
-PERMUTE, EXPAND, SLICE, FLIP, NEG = MOVES[0], MOVES[8], MOVES[4], MOVES[11], MOVES[12]
+PERMUTE, EXPAND, SLICE, SELECT, FLIP, NEG = MOVES[0], MOVES[8], MOVES[4], MOVES[5], MOVES[11], MOVES[12]
 FLAT = (ATEN.view.default, ([72],))
+SELECT_0 = (ATEN.select.int, (0, 0))
 
 MOVED = [
     # what, pass, steps on (bf16, fp32, fp32) inputs, outputs, targets afterwards
@@ -199,6 +200,11 @@ MOVED = [
      ["convert_element_type", "neg", "cat", "neg"]),
     ("a sum", AbsorbWidenings(), [up(0), (3, SUMS[0])], [4], ["sum"]),
     ("not the user's", AbsorbWidenings(), [up(0, False), (3, SUMS[0])], [4], ["convert_element_type", "sum"]),
+    ("not where the narrow value would decide other strides", AbsorbWidenings(),
+     [(0, SELECT), (3, (ATEN.expand.default, ([4, 6],))), up(4), (5, ATEN.mul.Tensor, 2)], [6],
+     ["select", "expand", "convert_element_type", "mul"]),
+    ("not where only a tensor without dimensions is wide", AbsorbWidenings(),
+     [up(0), (1, SELECT), (4, SELECT_0), (3, ATEN.mul.Tensor, 5)], [6], ["convert_element_type", "select", "select", "mul"]),
     ("not where another reader needs it", AbsorbWidenings(), [up(0), (3, ATEN.add.Tensor, 1), (3, PERMUTE)], [4, 5],
      ["convert_element_type", "add", "permute"]),
 ]  # fmt: skip
