@@ -65,6 +65,16 @@ def overflows_at(dtype: torch.dtype) -> float:
     return largest + (2.0 ** (math.frexp(largest)[1]) - largest) / 2
 
 
+def has(value: float, dtype: torch.dtype) -> bool:
+    """Is a number one of this format, or an infinity?"""
+    if not math.isfinite(value) or value == 0:
+        return True
+    info = torch.finfo(dtype)
+    exponent = max(math.frexp(value)[1] - 1, round(math.log2(info.smallest_normal)))
+    quantum = 2.0**exponent * info.eps
+    return abs(value) <= info.max and math.fmod(value, quantum) == 0
+
+
 def is_narrow(dtype: torch.dtype) -> bool:
     """Is it a float format in which some float32 values do not exist?"""
     return dtype.is_floating_point and not is_lossless(torch.float32, dtype)

@@ -446,6 +446,14 @@ def insert_like(node: fx.Node, changed: Mapping[fx.Node, fx.Node], value: Any, *
     return made
 
 
+def insert_retyped_constant(node: fx.Node, dtype: torch.dtype, *, before: fx.Node) -> fx.Node:
+    """Puts a tensor like that of joint node `node`, an `aten.full`, but in another format, in front of `before`."""
+    made = insert_like(node, {}, retyped(value_of(node), dtype), before=before)
+    made.kwargs = {**made.kwargs, "dtype": dtype}
+    belong_with(made, before)
+    return made
+
+
 def input_name(node: fx.Node) -> str:
     """What a user calls an input of Dynamo's graph: "layers.0.weight" for a parameter or buffer, else its name there."""
     text: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")

@@ -43,7 +43,7 @@ class Known:
 
     def exists_in(self, dtype: torch.dtype) -> bool:
         """Is every value that it can hold a number of this format, not rounded?"""
-        return self.values is not None and all(_is_exact(v, dtype) for v in self.values)
+        return self.values is not None and all(formats.has(v, dtype) for v in self.values)
 
 
 UNKNOWN: Final = Known()
@@ -88,16 +88,6 @@ def _rounded(value: float) -> float:
 
 def _is_number(argument: Any) -> bool:
     return isinstance(argument, (int, float)) and not isinstance(argument, bool)
-
-
-def _is_exact(value: float, dtype: torch.dtype) -> bool:
-    """Is it a number of this format, or an infinity?"""
-    if not math.isfinite(value) or value == 0:
-        return True
-    info = torch.finfo(dtype)
-    exponent = max(math.frexp(value)[1] - 1, round(math.log2(info.smallest_normal)))
-    quantum = 2.0**exponent * info.eps
-    return abs(value) <= info.max and math.fmod(value, quantum) == 0
 
 
 def _limited(values: frozenset[float]) -> frozenset[float] | None:

@@ -16,7 +16,7 @@ from fxamp import _patches
 from fxamp.joint.absorb import AbsorbWidenings
 from fxamp.joint.casts import CancelCasts, DropDeadCasts, ShareCasts
 from fxamp.joint.min_cut import MinCut
-from fxamp.joint.movement import HoistNarrowings, SinkWidenings
+from fxamp.joint.movement import HoistNarrowings, NarrowMovement, SinkWidenings
 from fxamp.joint.repair import KeepRoundings, SaveReadsOfMutated
 from fxamp.joint.scale import KeepFiniteStatistics, ScaleGradients
 from fxamp.passes import Pass
@@ -37,7 +37,8 @@ EXACT: Final[tuple[Pass, ...]] = (
     ShareCasts(),  # before DropDeadCasts: sharing never leaves a dead cast, cancelling may
     DropDeadCasts(),  # before the moves: a dead cast counts as a reader
     SinkWidenings(),  # before HoistNarrowings: where both could pass a move, the widening does, in one walk
-    HoistNarrowings(),
+    HoistNarrowings(),  # before NarrowMovement, which takes movement of several readers as a whole, or leaves it
+    NarrowMovement(),
     CancelCasts(),  # again: casts that a move kept apart now meet
     ShareCasts(),
     DropDeadCasts(),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum, auto
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.joint.layout import layout
-from fxamp.joint.movement import MOVES
+from fxamp.joint.layout import can_stand_for, layout
+from fxamp.joint.movement import can_undo, is_free_constant, moves_in, num_bytes, parts_of, sources, undo
 from fxamp.passes import Change
 
 _ATEN: Final = torch.ops.aten
@@ -30,13 +31,11 @@ _CAT: Final = _ATEN.cat.default
 SUMS: Final = frozenset((_ATEN.sum.default, _ATEN.sum.dim_IntList))
 """Reductions that take the format to compute in, and read their operand in it. (PyTorch sums gradients of biases so.)"""
 
-CARRIES: Final = MOVES | {_CAT}
-"""Operations that move values, and give the same in every format."""
-
 
 @dataclass(frozen=True)
 class AbsorbWidenings:
-    """Leaves a widening to the operations that read it, if each of them widens by itself, also behind what moves the values.
+    """Leaves a widening to the operations that read it, where they widen by themselves or narrow it again, also behind what
+    moves the values; for the others it is done behind the movement, if fewer bytes are cast there.
 
     requires: joint graph with meta.  changes: number of casts, the format in which values are moved; saved for the backward
     is the narrow value.  keeps: every bit, strides.
@@ -45,73 +44,69 @@ class AbsorbWidenings:
         v: "f32[4, 4]" = slice(a, 1, 4)        v: "bf16[4, 4]" = slice(x, 1, 4)
         y: "f32[4, 4]" = mul(v, r)         ->  y: "f32[4, 4]" = mul(v, r)                      (r is fp32)
         s: "f32[8]" = sum(a, [0])              s: "f32[8]" = sum(x, [0], dtype=f32)
+        n: "bf16[4, 4]" = cast(v, bf16)        readers of n read v
     kept: where an operation has no other operand in the wide format, since it would then compute in the narrow one; casts of
     the user's own.
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
-        narrow = _absorbed(gm)
-        num_added = num_removed = 0
-        stands_for: dict[fx.Node, fx.Node] = {}
-        for node in list(gm.graph.nodes):
-            if node in narrow:
-                if node.target in CARRIES:
-                    values = [graph.value_of(stands_for[x]) for x in graph.operands(node)]
-                    stands_for[node] = graph.insert_like(node, stands_for, graph.call_on_fakes(node, values), before=node)
-                    num_added += 1
-                else:
-                    stands_for[node] = node.all_input_nodes[0]
-            elif any(operand in narrow for operand in node.all_input_nodes):
-                if node.target in SUMS:
-                    graph.set_arguments(node, node.args, {**node.kwargs, "dtype": graph.value_of(node).dtype})
-                graph.map_operands(node, lambda _, x: stands_for.get(x, x))
-        for node in reversed(list(stands_for)):
-            graph.erase(node)
-            num_removed += 1
-        return Change(pass_name=type(self).__name__, num_added=num_added, num_removed=num_removed)
+        thin = _thin(gm)
+        places = _places(gm, thin) if thin else {}
+        return _carry_out(gm, thin, places, type(self).__name__)
 
 
-def _absorbed(gm: fx.GraphModule) -> frozenset[fx.Node]:
-    """The widenings that nobody needs, and the operations between them and those that widen by themselves.
+class _Place(Enum):
+    """In which formats there is a value that is narrow at heart, from now on."""
 
-    Begins with all that might be narrow, and keeps wide what has to be until nothing more has to.
-    """
-    narrow: dict[fx.Node, torch.dtype] = {}
+    NARROW = auto()
+    BOTH = auto()
+    """It is narrow, and a cast of it wide. A widening that is there stays."""
+    WIDE = auto()
+    """It is moved as it was."""
+
+
+# ---- what could be narrow -----------------------------------------------------------------------------------------------
+def _thin(gm: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
+    """The widenings, and the operations that move nothing but what was widened from one format; with that format."""
+    thin: dict[fx.Node, torch.dtype] = {}
     for node in gm.graph.nodes:
-        if _widens(node):
-            narrow[node] = graph.value_of(node.all_input_nodes[0]).dtype
-        elif node.target in CARRIES:
-            formats_read = {narrow.get(x) for x in node.all_input_nodes}
-            if len(formats_read) == 1 and None not in formats_read:
-                narrow[node] = narrow[node.all_input_nodes[0]]
+        if node.target is graph.JOINT_CAST:
+            if _widens(node):
+                thin[node] = graph.value_of(node.all_input_nodes[0]).dtype
+        elif any(x in thin for x in node.all_input_nodes):
+            dtype = next(thin[x] for x in node.all_input_nodes if x in thin)
+            if moves_in(node, dtype) and all(_is_thin(x, dtype, thin) for x in sources(node)):
+                thin[node] = dtype
+    return thin
 
-    def keep_wide(nodes: list[fx.Node]) -> None:
-        while nodes:
-            node = nodes.pop()
-            if node not in narrow:
-                continue
-            del narrow[node]
-            nodes += node.users  # movement of what stays wide
-            nodes += node.all_input_nodes if node.target in MOVES else ()
 
-    keep_wide([node for node in narrow if not all(user in narrow or _may_absorb(user, node) for user in node.users)])
-    promoting = [node for node in gm.graph.nodes if node.target in PROMOTES or node.target is _CAT]
-    num_before = -1
-    while num_before != len(narrow):
-        num_before = len(narrow)
-        for node in promoting:
-            # Of its operands one must stay wide, or the operation would not compute in the wide format.
-            if node not in narrow and not any(_is_wide(x, node) and x not in narrow for x in node.all_input_nodes):
-                keep_wide([x for x in node.all_input_nodes if x in narrow][-1:])
-    return frozenset(node for node in narrow if node.users)
+def _is_thin(node: fx.Node, dtype: torch.dtype, thin: dict[fx.Node, torch.dtype]) -> bool:
+    return thin.get(node) == dtype or is_free_constant(node, dtype)
+
+
+def _widens(node: fx.Node) -> bool:
+    """Is it a cast that loses nothing, keeps strides, and that no user wrote?"""
+    if not graph.is_own_cast(node) and not graph.is_of_a_decomposition(node):
+        return False
+    source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
+    if not (source.is_floating_point() and result.is_floating_point()):
+        return False
+    widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)
+    return widens and layout(source) == layout(result)
 
 
 def _may_absorb(user: fx.Node, value: fx.Node) -> bool:
     """Can an operation widen `value` by itself, if another of its operands is wide?"""
-    dtype, operands = graph.value_of(value).dtype, list(graph.operands(user))
-    if user.target in SUMS or user.target is _CAT:
-        return graph.value_of(user).dtype == dtype
-    return user.target in PROMOTES and operands.count(value) == 1 and graph.value_of(user).dtype == dtype
+    if user.target in PROMOTES:
+        return list(graph.operands(user)).count(value) == 1 and graph.value_of(user).dtype == graph.value_of(value).dtype
+    return (user.target in SUMS or user.target is _CAT) and graph.value_of(user).dtype == graph.value_of(value).dtype
+
+
+def _narrows(user: fx.Node, dtype: torch.dtype) -> bool:
+    """Is it a cast of fxamp's back to what the value was, and can that take its place?"""
+    if not graph.is_own_cast(user) or graph.value_of(user).dtype != dtype:
+        return False
+    return can_undo(user, graph.retyped(graph.value_of(user.all_input_nodes[0]), dtype))
 
 
 def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
@@ -120,11 +115,142 @@ def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == graph.value_of(node).dtype and value.dim() > 0
 
 
-def _widens(node: fx.Node) -> bool:
-    """Is it a cast that loses nothing, keeps strides, and that no user wrote?"""
-    if graph.own_cast(node) is None and not graph.is_of_a_decomposition(node):
-        return False
-    source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
-    if not (source.is_floating_point() and result.is_floating_point()):
-        return False
-    return formats.is_lossless(source.dtype, result.dtype) and layout(source) == layout(result)
+# ---- where it is widened ------------------------------------------------------------------------------------------------
+def _places(gm: fx.GraphModule, thin: dict[fx.Node, torch.dtype]) -> dict[fx.Node, _Place]:
+    """The formats of every value that could be narrow: as it is, or where fewer bytes are cast in its part of the graph."""
+    wanted = {
+        node
+        for node, dtype in thin.items()
+        if not all(_moves_on(user, thin) or _may_absorb(user, node) or _narrows(user, dtype) for user in node.users)
+    }
+    least = _least_bytes(thin)
+    for node in dict.fromkeys(user for value in thin for user in value.users if user not in thin):
+        if node.target not in PROMOTES and node.target is not _CAT:
+            continue
+        # Of its operands one must stay wide, or the operation would not compute in the wide format.
+        deciding = [x for x in node.all_input_nodes if _is_wide(x, node)]
+        if not deciding:
+            wanted |= {x for x in node.all_input_nodes if x in thin}
+        elif all(x in thin and x not in wanted for x in deciding):
+            wanted.add(min(reversed(deciding), key=least.__getitem__))
+    places = dict[fx.Node, _Place]()
+    for part in parts_of(thin, lambda node: _moved_from(node, thin)):
+        chosen = _chosen(part, thin, wanted, least)
+        places |= chosen if chosen is not None and _pays(part, thin, chosen) else _unchanged(part)
+    return places
+
+
+def _least_bytes(thin: dict[fx.Node, torch.dtype]) -> dict[fx.Node, int]:
+    """The fewest bytes for which there is a value in the wide format, if nothing else is wide."""
+    least = dict[fx.Node, int]()
+    for node, dtype in thin.items():
+        own = num_bytes(node, dtype)
+        above = [least[x] for x in _moved_from(node, thin)]
+        least[node] = min(own, sum(above)) if above else own
+    return least
+
+
+def _moves_on(user: fx.Node, thin: dict[fx.Node, torch.dtype]) -> bool:
+    """Is it a movement that could be narrow?"""
+    return user in thin and user.target is not graph.JOINT_CAST
+
+
+def _moved_from(node: fx.Node, thin: dict[fx.Node, torch.dtype]) -> list[fx.Node]:
+    """What a movement moves that could be narrow; nothing for a widening."""
+    return [] if node.target is graph.JOINT_CAST else [x for x in node.all_input_nodes if x in thin]
+
+
+def _unchanged(part: list[fx.Node]) -> dict[fx.Node, _Place]:
+    return {node: _Place.BOTH if node.target is graph.JOINT_CAST else _Place.WIDE for node in part}
+
+
+def _chosen(
+    part: list[fx.Node], thin: dict[fx.Node, torch.dtype], wanted: set[fx.Node], least: dict[fx.Node, int]
+) -> dict[fx.Node, _Place] | None:
+    """Readers first: where somebody wants a value wide, it is cast, or its sources are. None if strides forbid that."""
+    places: dict[fx.Node, _Place] = {}
+    for node in reversed(part):
+        users = [places[user] for user in node.users if _moves_on(user, thin)]
+        if node not in wanted and _Place.WIDE not in users:
+            places[node] = _Place.NARROW
+        elif node.target is graph.JOINT_CAST:
+            places[node] = _Place.BOTH
+        else:
+            dtype, value = thin[node], graph.value_of(node)
+            again = sum(_narrowed_again(node, dtype))
+            above = sum(least[x] for x in node.all_input_nodes if x in thin and x not in wanted)
+            can_cast = can_stand_for(node, graph.retyped(graph.retyped(value, dtype), value.dtype))
+            is_moved_narrow = any(place is not _Place.WIDE for place in users)
+            if is_moved_narrow and not can_cast:
+                return None
+            is_cast = is_moved_narrow or (can_cast and num_bytes(node, dtype) < above + again)
+            places[node] = _Place.BOTH if is_cast else _Place.WIDE
+    return places
+
+
+def _narrowed_again(node: fx.Node, dtype: torch.dtype) -> list[int]:
+    """The bytes of the casts of a value back to what it was."""
+    return [num_bytes(node, dtype) for user in node.users if _narrows(user, dtype)]
+
+
+def _pays(part: list[fx.Node], thin: dict[fx.Node, torch.dtype], places: dict[fx.Node, _Place]) -> bool:
+    """Are fewer bytes cast than now, or as many by fewer casts?"""
+    before, after = list[int](), list[int]()
+    for node in part:
+        dtype = thin[node]
+        again = _narrowed_again(node, dtype)
+        before += again
+        after += again if places[node] is _Place.WIDE else []
+        before += [num_bytes(node, dtype)] if node.target is graph.JOINT_CAST else []
+        after += [num_bytes(node, dtype)] if places[node] is _Place.BOTH else []
+    return (sum(after), len(after)) < (sum(before), len(before))
+
+
+# ---- doing it -----------------------------------------------------------------------------------------------------------
+def _carry_out(
+    gm: fx.GraphModule, thin: dict[fx.Node, torch.dtype], places: dict[fx.Node, _Place], name: str
+) -> Change:
+    num_added = num_removed = 0
+    narrow: dict[fx.Node, fx.Node] = {}
+    """What a value is read as by those that take it narrow."""
+    is_only = set[fx.Node]()
+    for node in list(gm.graph.nodes):
+        place = places.get(node)
+        if place is _Place.WIDE:
+            continue
+        if place is not None and node.target is graph.JOINT_CAST:
+            narrow[node] = node.all_input_nodes[0]
+            if place is _Place.NARROW:
+                is_only.add(node)
+        elif place is not None:
+            made, num_constants = _moved(node, narrow, thin[node])
+            narrow[node] = made
+            num_added += 1 + num_constants
+            is_only.add(node)
+            if place is _Place.BOTH:
+                wide = graph.insert_cast(made, graph.value_of(node).dtype, before=node, why="moved while it was narrow")
+                graph.belong_with(wide, node)
+                graph.replace(node, wide)
+                narrow[wide] = made
+                num_added += 1
+        else:
+            operands = [x for x in node.all_input_nodes if x in narrow]
+            if operands and _narrows(node, graph.value_of(narrow[operands[0]]).dtype):
+                num_added += undo(node, narrow[operands[0]])
+                num_removed += 1
+            elif any(x in is_only for x in operands):
+                if node.target in SUMS:
+                    graph.set_arguments(node, node.args, {**node.kwargs, "dtype": graph.value_of(node).dtype})
+                graph.map_operands(node, lambda _, x: narrow[x] if x in is_only else x)
+    for node in reversed([x for x in narrow if x in is_only]):
+        graph.erase(node)
+        num_removed += 1
+    return Change(pass_name=name, num_added=num_added, num_removed=num_removed)
+
+
+def _moved(node: fx.Node, narrow: dict[fx.Node, fx.Node], dtype: torch.dtype) -> tuple[fx.Node, int]:
+    """A movement in the narrow format, in front of the one that it stands for, and how many constants were made for it."""
+    constants = {x: graph.insert_retyped_constant(x, dtype, before=node) for x in sources(node) if x not in narrow}
+    changed = {x: narrow[x] for x in sources(node) if x in narrow} | constants
+    values: list[Any] = [graph.value_of(changed.get(x, x)) for x in graph.operands(node)]
+    return graph.insert_like(node, changed, graph.call_on_fakes(node, values), before=node), len(constants)

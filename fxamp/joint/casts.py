@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.joint.layout import can_stand_for, is_output
+from fxamp.joint.layout import is_output
+from fxamp.joint.movement import can_undo, undo
 from fxamp.passes import Change
 
 
@@ -32,6 +33,7 @@ class CancelCasts:
         a: "f32[B]" = cast(x, f32)            (x is bf16)
         b: "bf16[B]" = cast(a, bf16)     ->   users of b read x
         c: "f16[B]" = cast(a, f16)       ->   c = cast(x, f16)
+    A copy of x takes its place where the casts laid it out anew, and somebody may tell.
     kept: f32 -> bf16 -> f32, because the first step rounds; what leaves the graph in memory of its own.
     """
 
@@ -44,16 +46,16 @@ class CancelCasts:
             value, mark = inner.all_input_nodes[0], graph.own_cast(node)
             assert mark is not None
             if graph.value_of(value).dtype == graph.value_of(node).dtype:
-                if not can_stand_for(node, graph.value_of(value)):
+                if not can_undo(node, graph.value_of(value)):
                     continue
-                graph.replace(node, value)
+                num_added += undo(node, value)
             else:
                 dtype = graph.value_of(node).dtype
                 short = graph.insert_cast(value, dtype, before=node, why=mark.why, where=mark.where)
                 graph.belong_with(short, node)
                 graph.replace(node, short, except_in=frozenset((short,)))
                 num_added += 1
-            graph.erase(node)
+                graph.erase(node)
             num_removed += 1
         return Change(pass_name=type(self).__name__, num_added=num_added, num_removed=num_removed)
 

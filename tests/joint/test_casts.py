@@ -112,6 +112,6 @@ def test_dead_casts_go():
 def test_the_order_of_passes():
     assert [type(p).__name__ for p in joint.order(keeps_roundings=True)] == [
         "KeepRoundings", "CancelCasts", "ShareCasts", "DropDeadCasts", "SinkWidenings", "HoistNarrowings",
-        "CancelCasts", "ShareCasts", "DropDeadCasts", "AbsorbWidenings", "SaveReadsOfMutated",
+        "NarrowMovement", "CancelCasts", "ShareCasts", "DropDeadCasts", "AbsorbWidenings", "SaveReadsOfMutated",
     ]  # fmt: skip
     assert [type(p).__name__ for p in joint.relaxed(("min_cut", "low_residual"), torch.bfloat16)] == ["MinCut"]

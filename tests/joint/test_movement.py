@@ -14,7 +14,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxamp import graph, joint
 from fxamp.joint.absorb import AbsorbWidenings
-from fxamp.joint.movement import HoistNarrowings, SinkWidenings
+from fxamp.joint.movement import HoistNarrowings, NarrowMovement, SinkWidenings
 
 ATEN = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
@@ -40,6 +40,13 @@ MOVES: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (ATEN.flip.default, ([0],)),
     (ATEN.neg.default, ()),
     (ATEN.abs.default, ()),
+    (ATEN.constant_pad_nd.default, ([1, 0, 0, 1], -1.0)),
+    (ATEN.constant_pad_nd.default, ([1, 0, 0, 1], 0.1)),
+)
+SCATTERS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (ATEN.slice_scatter.default, (0, 0, 4)),
+    (ATEN.slice_scatter.default, (1, 1, 5, 2)),
+    (ATEN.select_scatter.default, (0, 1)),
 )
 SUMS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     (ATEN.sum.dim_IntList, ([0],)),
@@ -51,7 +58,9 @@ BINARY = (ATEN.cat.default, ATEN.add.Tensor, ATEN.sub.Tensor, ATEN.mul.Tensor, A
 move = st.tuples(st.integers(0, 30), st.sampled_from((*MOVES, *SUMS)))
 cast = st.tuples(st.integers(0, 30), st.sampled_from((F32, BF16, torch.float16)), st.sampled_from((True, True, False)))
 binary = st.tuples(st.integers(0, 30), st.sampled_from(BINARY), st.integers(0, 30))
-programs = st.lists(st.one_of(move, cast, cast, binary), max_size=14)
+scatter = st.tuples(st.integers(0, 30), st.sampled_from(SCATTERS), st.integers(0, 30))
+constant = st.tuples(st.just(ATEN.full.default), st.sampled_from(((4, 6), (6,), (4, 2))), st.sampled_from((0.0, -2.5, 0.1)))
+programs = st.lists(st.one_of(move, cast, cast, binary, st.one_of(scatter, constant)), max_size=14)
 
 
 def build(steps: list[Any], inputs=INPUTS, outputs: Any = None) -> fx.GraphModule:
@@ -62,6 +71,10 @@ def build(steps: list[Any], inputs=INPUTS, outputs: Any = None) -> fx.GraphModul
     nodes = [g.placeholder(f"x{i}") for i in range(len(inputs))]
     values = list(inputs)
     for step in steps:
+        if not isinstance(step[0], int):
+            nodes.append(g.call_function(step[0], step[1:], {"dtype": F32}))
+            values.append(step[0](*step[1:], dtype=F32))
+            continue
         i = step[0] % len(nodes)
         if len(step) == 2:
             target, args = step[1][0], (nodes[i], *step[1][1])
@@ -70,7 +83,8 @@ def build(steps: list[Any], inputs=INPUTS, outputs: Any = None) -> fx.GraphModul
             target, args, real = CAST, (nodes[i], step[1]), (values[i], step[1])
         else:
             j = step[2] % len(nodes)
-            target, args, real = step[1], (nodes[i], nodes[j]), (values[i], values[j])
+            target, more = step[1] if isinstance(step[1], tuple) else (step[1], ())
+            args, real = (nodes[i], nodes[j], *more), (values[i], values[j], *more)
             if target is ATEN.cat.default:
                 args, real = (args,), (real,)
         try:
@@ -200,6 +214,31 @@ MOVED = [
      ["convert_element_type", "neg", "cat", "neg"]),
     ("a sum", AbsorbWidenings(), [up(0), (3, SUMS[0])], [4], ["sum"]),
     ("not the user's", AbsorbWidenings(), [up(0, False), (3, SUMS[0])], [4], ["convert_element_type", "sum"]),
+    ("a narrowing again, behind movement of two readers", AbsorbWidenings(),
+     [up(0), (3, SLICE), (3, NEG), down(4), (6, ATEN.mul.Tensor, 6), (5, ATEN.mul.Tensor, 1)], [7, 8],
+     ["slice", "neg", "mul", "mul"]),
+    ("a copy where it was laid out anew", AbsorbWidenings(), [up(0), (3, SLICE), down(4), (5, ATEN.cat.default, 5)], [6],
+     ["slice", "clone", "cat"]),
+    ("into a constant", AbsorbWidenings(),
+     [up(0), (ATEN.full.default, (4, 6), 0.0), (4, SCATTERS[0], 3), (5, ATEN.add.Tensor, 1)], [6],
+     ["full", "full", "slice_scatter", "add"]),
+    ("not into one that would be rounded", AbsorbWidenings(),
+     [up(0), (ATEN.full.default, (4, 6), 0.1), (4, SCATTERS[0], 3), (5, ATEN.add.Tensor, 1)], [6],
+     ["convert_element_type", "full", "slice_scatter", "add"]),
+    ("of two that are read, the smaller stays wide", AbsorbWidenings(),
+     [up(0), (3, SELECT), (3, ATEN.mul.Tensor, 4)], [5], ["select", "convert_element_type", "mul"]),
+    ("movement of several readers, all narrowed", NarrowMovement(),
+     [(1, SLICE), (1, ATEN.cat.default, 1), down(3), down(4), (5, ATEN.mul.Tensor, 5), (6, ATEN.mul.Tensor, 6)], [7, 8],
+     ["convert_element_type", "slice", "convert_element_type", "cat", "mul", "mul"]),
+    ("not if one of them reads it wide", NarrowMovement(),
+     [(1, NEG), (3, ATEN.mul.Tensor, 1), down(3), (5, ATEN.mul.Tensor, 5)], [4, 6],
+     ["neg", "mul", "convert_element_type", "mul"]),
+    ("a concatenation with what was widened", NarrowMovement(),
+     [up(0), (3, ATEN.cat.default, 1), down(4), (5, ATEN.mul.Tensor, 5)], [6],
+     ["convert_element_type", "convert_element_type", "convert_element_type", "cat", "mul"]),
+    ("not padded by what would be rounded", NarrowMovement(),
+     [(1, (ATEN.constant_pad_nd.default, ([1, 1], 0.1))), down(3), (4, ATEN.mul.Tensor, 4)], [5],
+     ["constant_pad_nd", "convert_element_type", "mul"]),
     ("not where the narrow value would decide other strides", AbsorbWidenings(),
      [(0, SELECT), (3, (ATEN.expand.default, ([4, 6],))), up(4), (5, ATEN.mul.Tensor, 2)], [6],
      ["select", "expand", "convert_element_type", "mul"]),
