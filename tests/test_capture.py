@@ -268,3 +268,42 @@ def test_a_read_by_stride_is_watched_until_its_operand_is_contiguous():
         captured = captured_of(lambda x, dense=dense: reads(x, dense), torch.rand(4))
         assert any("by stride" in reason for reason in captured.pinned.values()) == (not dense)
         assert bool(captured.read_by_stride) == (not dense)
+
+
+def test_who_writes_without_saying_so_is_seen_by_the_version():
+    def fn(i, w):
+        y = w * 1
+        z = F.embedding(i, y, max_norm=0.5)  # nothing but its documentation says that it writes
+        return z.sum() + y.sum()
+
+    with torch.no_grad():
+        captured = captured_of(fn, torch.tensor([0, 2]), torch.rand(4, 3))
+    (written,) = [name for name, facts in captured.facts.items() if facts.op == "mul"]
+    assert captured.pinned[written] == "its memory is written in place"
+
+
+def test_what_is_not_dense_keeps_its_strides_for_a_custom_operation():
+    @torch.library.custom_op("fxamp_test::reads_strides", mutates_args=())
+    def reads_strides(x: torch.Tensor) -> torch.Tensor:
+        return x * x.stride(0)
+
+    reads_strides.register_fake(lambda x: torch.empty_like(x))
+
+    def fn(x, is_dense: bool):
+        y = x.exp()
+        return reads_strides(y if is_dense else y[:, ::2])
+
+    for is_dense in (False, True):
+        reasons = captured_of(lambda x, is_dense=is_dense: fn(x, is_dense), torch.rand(4, 4)).pinned.values()
+        assert any("may read its strides" in reason for reason in reasons) == (not is_dense)
+
+
+def test_who_hands_on_memory_here_though_the_table_does_not_say_so():
+    def fn(x):
+        y = x.exp()
+        return (y + 1) * y.mul_(2)
+
+    captured = captured_of(fn, torch.rand(2))
+    assert [captured.facts[name].code.count("mul_") for name in captured.hands_on] == [1]
+    assert {captured.facts[name].op for name in captured.hands_on} == {"mul"}
+    assert len(captured.hands_on) == 1 < [f.op for f in captured.facts.values()].count("mul")

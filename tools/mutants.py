@@ -225,16 +225,20 @@ MUTANTS: Final = (
         (MOVEMENT,),
         (
             "absorb: by operations that do not widen",
-            "all(user in narrow or _may_absorb(user, node) for user in node.users)",
-            "True",
+            "not all(_moves_on(user, thin) or _may_absorb(user, node) or _narrows(user, dtype) for user in node.users)",
+            "False",
         ),
         (
             "absorb: with no wide operand left",
-            "if node not in narrow and not any(_is_wide(x, node) and x not in narrow for x in node.all_input_nodes):",
-            "if False:",
+            "elif all(x in thin and x not in wanted for x in deciding):",
+            "elif False:",
         ),
-        ("absorb: casts that round", "return formats.is_lossless(source.dtype, result.dtype) and layout", "return layout"),
-        ("absorb: whatever the strides", " and layout(source) == layout(result)\n", "\n"),
+        (
+            "absorb: casts that round",
+            "widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)",
+            "widens = source.dtype != result.dtype",
+        ),
+        ("absorb: whatever the strides", "return widens and layout(source) == layout(result)\n", "return widens\n"),
         ("absorb: 0-dim operands decide", " and value.dim() > 0\n", "\n"),
         (
             "absorb: sums in the narrow format",
@@ -243,9 +247,27 @@ MUTANTS: Final = (
         ),
         (
             "absorb: the user's own casts",
-            "if graph.own_cast(node) is None and not graph.is_of_a_decomposition(node):",
+            "if not graph.is_own_cast(node) and not graph.is_of_a_decomposition(node):",
             "if False:",
         ),
+    ),
+    *_each(
+        "fxamp/joint/movement.py",
+        (MOVEMENT, f"{MOVEMENT.removesuffix('movement.py')}casts.py"),
+        ("movement: into constants that are rounded", "and formats.has(node.args[1], dtype)", ""),
+        (
+            "movement: padded by what is rounded",
+            "return formats.has(node.args[2] if len(node.args) > 2 else 0, dtype)",
+            "return True",
+        ),
+        (
+            "movement: what somebody reads wide",
+            "next(iter(dtypes)) if len(dtypes) == 1 else None",
+            "next(filter(None, dtypes), None)",
+        ),
+        ("movement: whatever it costs", "if values is None or not _is_less(part, dtype):", "if values is None:"),
+        ("movement: strides are not laid out anew", "    if can_stand_for(cast, graph.value_of(narrow)):\n", "    if True:\n"),
+        ("movement: outputs are copies", "    if is_output(cast) or is_read_by_stride(cast):", "    if False:"),
     ),
     # ---- snapshots and sharing ----------------------------------------------------------------------------
     *_each(

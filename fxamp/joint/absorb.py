@@ -51,8 +51,8 @@ class AbsorbWidenings:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         thin = _thin(gm)
-        places = _places(gm, thin) if thin else {}
-        return _carry_out(gm, thin, places, type(self).__name__)
+        places = _places(thin)
+        return _carry_out(thin, places, type(self).__name__)
 
 
 class _Place(Enum):
@@ -67,17 +67,23 @@ class _Place(Enum):
 
 # ---- what could be narrow -----------------------------------------------------------------------------------------------
 def _thin(gm: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
-    """The widenings, and the operations that move nothing but what was widened from one format; with that format."""
+    """The widenings, and the operations that move nothing but what was widened from one format; with that format, in the
+    order of the graph."""
     thin: dict[fx.Node, torch.dtype] = {}
-    for node in gm.graph.nodes:
-        if node.target is graph.JOINT_CAST:
-            if _widens(node):
-                thin[node] = graph.value_of(node.all_input_nodes[0]).dtype
-        elif any(x in thin for x in node.all_input_nodes):
-            dtype = next(thin[x] for x in node.all_input_nodes if x in thin)
-            if moves_in(node, dtype) and all(_is_thin(x, dtype, thin) for x in sources(node)):
-                thin[node] = dtype
-    return thin
+    casts = gm.graph.find_nodes(op="call_function", target=graph.JOINT_CAST, sort=False)
+    waiting = [node for node in casts if not _leaves(node) and _widens(node)]
+    for node in waiting:  # grows
+        moves = node.target is not graph.JOINT_CAST
+        thin[node] = thin[next(x for x in node.all_input_nodes if x in thin)] if moves else _dtype(node.all_input_nodes[0])
+        for user in node.users:
+            if user not in thin and moves_in(user, thin[node]) and all(_is_thin(x, thin[node], thin) for x in sources(user)):
+                waiting.append(user)
+    return {node: thin[node] for node in sorted(thin)}
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Does a value leave the graph, and nothing else become of it? (Gradients of parameters do.)"""
+    return all(user.op == "output" for user in node.users)
 
 
 def _is_thin(node: fx.Node, dtype: torch.dtype, thin: dict[fx.Node, torch.dtype]) -> bool:
@@ -109,6 +115,10 @@ def _narrows(user: fx.Node, dtype: torch.dtype) -> bool:
     return can_undo(user, graph.retyped(graph.value_of(user.all_input_nodes[0]), dtype))
 
 
+def _dtype(node: fx.Node) -> torch.dtype:
+    return graph.value_of(node).dtype
+
+
 def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
     """Does an operand decide the format of `node`? A tensor without dimensions takes part without deciding it."""
     value = graph.value_of(operand)
@@ -116,7 +126,7 @@ def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
 
 
 # ---- where it is widened ------------------------------------------------------------------------------------------------
-def _places(gm: fx.GraphModule, thin: dict[fx.Node, torch.dtype]) -> dict[fx.Node, _Place]:
+def _places(thin: dict[fx.Node, torch.dtype]) -> dict[fx.Node, _Place]:
     """The formats of every value that could be narrow: as it is, or where fewer bytes are cast in its part of the graph."""
     wanted = {
         node
@@ -208,13 +218,14 @@ def _pays(part: list[fx.Node], thin: dict[fx.Node, torch.dtype], places: dict[fx
 
 # ---- doing it -----------------------------------------------------------------------------------------------------------
 def _carry_out(
-    gm: fx.GraphModule, thin: dict[fx.Node, torch.dtype], places: dict[fx.Node, _Place], name: str
+    thin: dict[fx.Node, torch.dtype], places: dict[fx.Node, _Place], name: str
 ) -> Change:
     num_added = num_removed = 0
     narrow: dict[fx.Node, fx.Node] = {}
     """What a value is read as by those that take it narrow."""
     is_only = set[fx.Node]()
-    for node in list(gm.graph.nodes):
+    changing = [node for node, place in places.items() if place is not _Place.WIDE]
+    for node in sorted({*changing, *(user for value in changing for user in value.users)}):
         place = places.get(node)
         if place is _Place.WIDE:
             continue
