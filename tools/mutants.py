@@ -254,10 +254,10 @@ MUTANTS: Final = (
     *_each(
         "fxamp/joint/movement.py",
         (MOVEMENT, f"{MOVEMENT.removesuffix('movement.py')}casts.py"),
-        ("movement: into constants that are rounded", "and formats.has(node.args[1], dtype)", ""),
+        ("movement: into constants that are rounded", "and _is_number_of(dtype, node.args[1])", ""),
         (
             "movement: padded by what is rounded",
-            "return formats.has(node.args[2] if len(node.args) > 2 else 0, dtype)",
+            "return _is_number_of(dtype, node.args[2] if len(node.args) > 2 else 0)",
             "return True",
         ),
         (

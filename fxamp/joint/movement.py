@@ -233,13 +233,17 @@ def sources(node: fx.Node) -> list[fx.Node]:
 def moves_in(node: fx.Node, dtype: torch.dtype) -> bool:
     """Does an operation move values, and nothing else, in this format too?"""
     if node.target is _ATEN.constant_pad_nd.default:
-        return formats.has(node.args[2] if len(node.args) > 2 else 0, dtype)
+        return _is_number_of(dtype, node.args[2] if len(node.args) > 2 else 0)
     return node.target in MOVES or node.target in ASSEMBLES
 
 
 def is_free_constant(node: fx.Node, dtype: torch.dtype) -> bool:
     """Is it a tensor of one number, which a format has?"""
-    return node.target is _ATEN.full.default and "dtype" in node.kwargs and formats.has(node.args[1], dtype)
+    return node.target is _ATEN.full.default and "dtype" in node.kwargs and _is_number_of(dtype, node.args[1])
+
+
+def _is_number_of(dtype: torch.dtype, argument: Any) -> bool:
+    return isinstance(argument, (int, float)) and formats.has(argument, dtype)
 
 
 def num_bytes(value: fx.Node, dtype: torch.dtype) -> int:
