@@ -21,7 +21,7 @@ from fxamp.capture import Captured
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.report import Report
-from fxamp.ladder import Assignment, Ladder
+from fxamp.ladder import REST, Assignment, Ladder
 from fxamp.options import Options
 from fxamp.passes import Change, Pass
 from fxamp.plan import Plan
@@ -73,6 +73,8 @@ class Amp:
             self._note,
             self._precisions,
             stats=self.options.stats,
+            tells_regions=bool(self._precisions.structure.regions)
+            and (self.options.has_scales_of_regions or self.options.scheduler is not None),
         )
         from fxamp.run.observer import Observer  # `import fxamp` stays light
 
@@ -399,7 +401,8 @@ class Amp:
 
     @property
     def loss_scale(self) -> torch.Tensor:
-        """The loss scale, fp32 [], on the device of the first graph or optimizer. A copy; nothing waits.
+        """The loss scale, fp32 [], on the device of the first graph or optimizer. A copy; nothing waits. With a scale for each
+        region, fp32 [number of regions], in the order of `precisions`.
 
         Raises: NeedsScaling where gradients are not scaled, here and below.
         """
@@ -410,9 +413,15 @@ class Amp:
         """Optimizer steps left out so far, int64 [], on the device. A copy; nothing waits."""
         return self._scaling.state().num_skipped.long()
 
-    def read_loss_scale(self) -> float:
-        """The loss scale, on the host. Waits for the device."""
-        return float(self.loss_scale)
+    def read_loss_scale(self, region: str | None = None) -> float:
+        """The loss scale, on the host. Waits for the device.
+
+        Args: region: by name, where each has a scale; None is "model", what no named region holds.
+        Raises: UnknownOption for a region that does not exist.
+        """
+        scales = dict(zip(self._precisions.regions, self.loss_scale.reshape(-1).tolist(), strict=False))
+        known = REST if region is None else self._precisions.structure.named(region)[0]
+        return scales.get(known, scales[REST])
 
     def read_skipped_steps(self) -> int:
         """Optimizer steps left out so far, on the host. Waits for the device."""
@@ -599,6 +608,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         table = watched.mark(gm, captured.roles) if shared.scaler.watches else None
         probed = probed if table is None else shared.scaler.watching(probed, table)
         scale, probe = shared.scaler.inputs(probed, captured.device)
+        marks = _mark_regions(gm, shared.ladder) if probed.num_regions else ""
         first = graph.append_inputs(gm, {"loss_scale": scale, "probe": probe})
         examples = [*examples, *graph.like_examples((scale, probe), examples)]
         scaling = joint.scaling(
@@ -607,6 +617,9 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
             slots=probed.positions,
             shares=probed.has_shares,
             statistics=captured.running_statistics,
+            num_regions=probed.num_regions,
+            per_region=options.has_scales_of_regions,
+            marks=marks,
         )
         if table is not None:
             fuses = options.lower == "inductor"
@@ -658,7 +671,23 @@ def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:
     half = [node.name for node in parameters.values() if graph.value_of(node).dtype == torch.float16]
     if half:
         raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0]} for one,")
-    return scaler.graph({i: graph.input_name(node) for i, node in inputs.items()}, parameters)
+    regions = tuple(ladder.number_of(_module_of(node, captured)) for node in inputs.values())
+    return scaler.graph({i: graph.input_name(node) for i, node in inputs.items()}, parameters, regions)
+
+
+def _module_of(node: fx.Node, captured: Captured) -> str:
+    """The module that reads an input first."""
+    return next((captured.facts[user.name].module for user in node.users if user.op != "output"), "")
+
+
+def _mark_regions(gm: fx.GraphModule, ladder: Ladder) -> str:
+    """Marks every operation of a named region in a rewritten graph, and in those nested in it. Returns a name of all marks."""
+    numbers: list[int] = []
+    for node in (x for part in graph.all_of(gm) for x in part.graph.nodes if x.op in ("call_function", "call_method")):
+        numbers.append(ladder.number_of(capture.module_path(node)))
+        if numbers[-1]:
+            graph.annotate(node, graph.REGION, numbers[-1])
+    return hashlib.sha256(repr((ladder.names, numbers)).encode()).hexdigest()
 
 
 def _compile_untouched(

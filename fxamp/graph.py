@@ -37,6 +37,9 @@ FOLLOWS: Final = "fxamp_follows"
 WATCHED: Final = "fxamp_watched"
 """Key under `node.meta["custom"]` of an operation whose values are watched: its entry in `watched.Table`."""
 
+REGION: Final = "fxamp_region"
+"""Key under `node.meta["custom"]` of the region of the model that an operation stands in: its number in `Ladder.names`."""
+
 MEMORY: Final = "fxamp_memory"
 """Key under `node.meta` of the memory that a value lies in since a pass moved it; its fake tensor tells the old story."""
 

@@ -90,6 +90,10 @@ class Ladder:
         """The region of a module, by its path: the last one that holds it."""
         return next((name for name, rule in reversed(self._rules) if rule.matches("", module)), REST)
 
+    def number_of(self, module: str) -> int:
+        """Where the region of a module stands in `names`."""
+        return self.names.index(self.region_of(module))
+
     def assignments(self, modules: Iterable[str]) -> tuple[Assignment, ...]:
         """All that can occur in a graph with operations in these modules; the first has the lowest precision everywhere.
 

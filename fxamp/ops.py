@@ -86,6 +86,34 @@ def to_fp32(x: Tensor) -> Tensor:
     return torch.where(x.isinf(), x, x.clamp(max=limit)).float()
 
 
+torch.library.define("fxamp::overflowed_regions", "(Tensor largest, int[] regions, int num_regions) -> Tensor")
+
+
+@torch.library.impl("fxamp::overflowed_regions", "CompositeExplicitAutograd")
+def overflowed_regions(largest: Tensor, regions: list[int], num_regions: int) -> Tensor:
+    """Which regions of a model made an inf or a NaN of finite gradients, from what entered and what left each part of them.
+
+    Args: largest: fp32 [2 * parts], for each part the largest magnitude that entered, then the one that left, as `largest`
+        gives them; regions: of each part, 0 and up.
+    Returns: fp32 [num_regions], 1 or 0.
+    """
+    is_good = torch.isfinite(largest.view(len(regions), 2))
+    made = (is_good[:, 0] & ~is_good[:, 1]).float()
+    found = largest.new_zeros(num_regions)
+    for part, region in enumerate(regions):
+        torch.maximum(found[region], made[part], out=found[region])
+    return found
+
+
+@torch.library.register_fake("fxamp::overflowed_regions")  # pyright: ignore[reportUntypedFunctionDecorator]
+def _(largest: Tensor, regions: list[int], num_regions: int) -> Tensor:
+    return largest.new_empty((num_regions,))
+
+
+OVERFLOWED_REGIONS: Final = torch.ops.fxamp.overflowed_regions.default
+"""What a graph calls."""
+
+
 SMALLEST_NORMAL: Final = torch.finfo(torch.float16).smallest_normal
 """Below it fp16 loses precision, then everything."""
 

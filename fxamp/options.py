@@ -44,7 +44,7 @@ class Options:
     "class:RMSNorm": "fp32", "region:early": "fp32", "mylib::*": "low"}."""
     regions: Mapping[str, str] | None = None
     """Named parts of the model: name -> module path glob. With a rule "region:NAME" the rule speaks of the part; without one,
-    and with a ladder, the part changes its precision on its own."""
+    and with a ladder, the part changes its precision on its own, and with `DynamicScale(per_region=True)` its loss scale."""
     scheduler: Scheduler | None = None
     """What changes the precision by what `Amp.observe` is told: a `CurvatureScheduler`, a `FixedSchedule`, or any object with
     `decide(signal, state)`. Without a ladder that is (precision, "fp32")."""
@@ -93,10 +93,16 @@ class Options:
     def rungs(self) -> Ladder:
         """The precisions that a run changes between, one if there is no ladder, and the regions that change on their own."""
         ruled = {rule.pattern for rule in self.policy.rules if rule.kind == "region"}
+        regions = tuple(r for r in self.policy.regions if r[0] not in ruled)
         if self.ladder is None and self.scheduler is None:
-            return Ladder(rungs=(self.precision,))
+            return Ladder(rungs=(self.precision,), regions=regions if self.has_scales_of_regions else ())
         rungs = (self.precision, "bf16" if self.precision == "fp8" else "fp32") if self.ladder is None else tuple(self.ladder)
-        return Ladder(rungs=rungs, regions=tuple(r for r in self.policy.regions if r[0] not in ruled))
+        return Ladder(rungs=rungs, regions=regions)
+
+    @property
+    def has_scales_of_regions(self) -> bool:
+        """Has each region a loss scale of its own?"""
+        return isinstance(self.scaling, DynamicScale) and self.scaling.per_region
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:
@@ -213,7 +219,12 @@ def _check_landed(options: Options) -> None:
 
 
 def _check_regions(options: Options) -> None:
-    """A region is for something: a rule, or a ladder. Raises: InvalidOption, and as `Ladder`."""
+    """A region is for something: a rule, a ladder, or a scale. Raises: InvalidOption, and as `Ladder`."""
+    if options.has_scales_of_regions and not options.rungs.regions:
+        raise errors.InvalidOption(
+            "DynamicScale(per_region=True) where no region is free to have a scale",
+            way_out="Name parts of the model, regions={'head': 'head'}, without a rule of the policy for them",
+        )
     ruled = {rule.pattern for rule in options.policy.rules if rule.kind == "region"}
     idle = [name for name in options.regions or {} if name not in ruled]
     if not idle or options.rungs.regions:

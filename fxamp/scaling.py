@@ -41,6 +41,9 @@ class DynamicScale:
     hysteresis_steps: int = 1
     """Updates with an overflow, since the scale last grew, until the first one that lowers it. Each of them skips its step all
     the same. Above 1 a single bad batch leaves the scale alone (Megatron-LM's rule)."""
+    per_region: bool = False
+    """Give each of the Amp's `regions` a scale of its own, and one to the rest of the model. An overflow skips the whole step,
+    and lowers the scales of the regions that made it."""
     at_floor: FloorAction = "warn"
     """What an overflow at the floor does: "warn" once, or "raise" ScaleAtFloor from a later optimizer step."""
 

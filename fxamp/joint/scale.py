@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -22,8 +23,8 @@ _RECIPROCAL = torch.ops.aten.reciprocal.default
 class ScaleGradients:
     """Multiplies what enters the backward by the scale, divides what leaves it by the same, and says what overflowed.
 
-    requires: joint graph with descriptors, whose input number `scale` is the loss scale, fp32 [], and whose input number
-        `probe`, fp32 [number of slots + 1] (twice that with `shares`), takes part in nothing.
+    requires: joint graph with descriptors, whose input number `scale` is the loss scale, fp32 [] or, with `per_region`,
+        [number of regions], and whose input number `probe`, fp32 [as many as its gradient holds], takes part in nothing.
     changes: the backward between tangents and gradients.  keeps: every gradient, up to what the format could not hold.
 
         dx: "f32[B]" = backward(tangent)     ->     s = mul(tangent, scale);  g = backward(s);  dx = mul(g, 1 / scale)
@@ -31,6 +32,10 @@ class ScaleGradients:
 
     Code of the user's that is not linear in a gradient (a hook that clips it, a Function that normalizes it) reads the true
     one:                 y = clamp(s, -1, 1)     ->     y = mul(clamp(mul(s, 1 / scale), -1, 1), scale)
+
+    Where each region has a scale of its own, what comes from another one is brought to it:
+                         g = backward(s)         ->     g = backward(mul(s, scale[here] / scale[there]))
+    Which operation belongs where is told by marks. They decide what is scaled how far, and never what comes out.
 
     A power of two is undone without a trace: both products are exact, but for numbers at the ends of the format of dx.
     Gradients are divided in fp32 and leave in the dtype that they were traced in.
@@ -45,50 +50,75 @@ class ScaleGradients:
     gradients share a slot behind them."""
     shares: bool = False
     """Does the probe's gradient hold, behind the magnitudes, the share of each gradient that fp16 could not hold?"""
+    num_regions: int = 0
+    """Regions that are told apart: the probe's gradient says of each, behind all that, whether it overflowed by itself. 0: the
+    graph is one."""
+    per_region: bool = False
+    """Has each region a scale of its own?"""
+    marks: str = ""
+    """Names the regions of the operations: part of the key that caches know this pass by."""
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         output = next(iter(gm.graph.find_nodes(op="output")))
         inputs = gm.graph.find_nodes(op="placeholder")
         by_index = {d.idx: node for node in inputs if isinstance(d := node.meta.get("desc"), descriptors().PlainAOTInput)}
-        scale, probe = by_index[self.scale], by_index[self.probe]
         results = list(output.args[0])
-        gradients = dict(_gradients(output, results))
+        wanted = dict(_gradients(output, results))
         position = next((i for i, desc in enumerate(output.meta["desc"]) if input_of(desc) == self.probe), None)
         if position is None:  # nothing in the graph is differentiable
-            return Change(pass_name=type(self).__name__, kept=(Kept(node=probe.name, reason="the graph has no backward"),))
+            probe = by_index[self.probe].name
+            return Change(pass_name=type(self).__name__, kept=(Kept(node=probe, reason="the graph has no backward"),))
         _refuse_wrapped(inputs)
 
         before = len(gm.graph.nodes)
         tangents = [x for x in inputs if isinstance(x.meta.get("desc"), descriptors().TangentAOTInput)]
-        inverse = graph.insert_backward(_RECIPROCAL, (scale,), before=_first_user(tangents, output), name="inv_scale")
-        _compute_with_true_gradients(gm, tangents, scale, inverse)
-        for tangent in tangents:
-            if tangent.users:
-                _scaled(tangent, scale, before=_first_user((tangent,), output))
-        divided: dict[fx.Node, fx.Node] = {}
-        for i in gradients:
-            node = results[i]
-            if node not in divided:
-                divided[node] = _product(node, inverse, before=output)
-            results[i] = divided[node]
-        results[position] = self._facts(gradients, results, scale, output)
+        factors = Factors(by_index[self.scale], per_region=self.per_region, before=_first_user(tangents, output))
+        gradients = Gradients(tangents, factors)
+        gradients.walk(gm)
+        made = {i: results[i] for i in wanted}
+        for i, node in made.items():
+            results[i] = gradients.brought(node, TRUE, before=output)
+        results[position] = self._facts(wanted, results, gradients, factors, made, output)
         graph.set_arguments(output, (type(output.args[0])(results),), {})
         return Change(pass_name=type(self).__name__, num_added=len(gm.graph.nodes) - before)
 
-    def _facts(self, gradients: dict[int, Any], results: list[Any], scale: fx.Node, output: fx.Node) -> fx.Node:
+    def _facts(
+        self,
+        wanted: Mapping[int, Any],
+        results: Sequence[Any],
+        gradients: Gradients,
+        factors: Factors,
+        made: Mapping[int, fx.Node],
+        output: fx.Node,
+    ) -> fx.Node:
+        """What the probe's gradient is."""
         slot_of = {position: slot for slot, position in enumerate(self.slots)}
-        slots: list[int] = []
-        nodes: list[fx.Node] = []
-        for i, desc in gradients.items():
+        slots: dict[int, int] = {}
+        for i, desc in wanted.items():
             position = input_of(desc)
-            slots.append(len(self.slots) if position is None else slot_of.get(position, len(self.slots)))
-            nodes.append(results[i])
+            slots[i] = len(self.slots) if position is None else slot_of.get(position, len(self.slots))
         num_slots = len(self.slots) + 1
-        largest = graph.insert_backward(ops.LARGEST, (nodes, slots, num_slots), before=output, name="largest_gradients")
-        if not self.shares:
-            return largest
-        shares = graph.insert_backward(ops.LOST_SHARES, (nodes, scale, slots, num_slots), before=output, name="lost_shares")
-        return graph.insert_backward(torch.ops.aten.cat.default, ([largest, shares],), before=output)
+
+        def insert(target: Any, *args: Any, name: str | None = None) -> fx.Node:
+            return graph.insert_backward(target, args, before=output, name=name)
+
+        nodes = [results[i] for i in slots]
+        parts = [insert(ops.LARGEST, nodes, list(slots.values()), num_slots, name="largest_gradients")]
+        if self.shares:
+            by_scale: dict[fx.Node, list[int]] = {}
+            for i in slots:
+                by_scale.setdefault(factors.scale(gradients.region_of(made[i])), []).append(i)
+            shares = [
+                insert(ops.LOST_SHARES, [results[i] for i in those], scale, [slots[i] for i in those], num_slots)
+                for scale, those in by_scale.items()
+            ]
+            parts.append(functools.reduce(lambda a, b: insert(torch.ops.aten.maximum.default, a, b), shares))
+        if self.num_regions:
+            passing, sides, regions = gradients.borders({made[i]: results[i] for i in wanted})
+            nothing = torch.ops.aten.slice.Tensor, parts[0], 0, 0, 0
+            sizes = insert(ops.LARGEST, passing, sides, 2 * len(regions)) if regions else insert(*nothing)
+            parts.append(insert(ops.OVERFLOWED_REGIONS, sizes, regions, self.num_regions, name="overflowed_regions"))
+        return parts[0] if len(parts) == 1 else insert(torch.ops.aten.cat.default, parts)
 
 
 def _gradients(output: fx.Node, results: list[Any]) -> Iterator[tuple[int, Any]]:
@@ -130,32 +160,117 @@ _PRODUCTS = frozenset((torch.ops.aten.mul, torch.ops.aten.mm, torch.ops.aten.bmm
 _SUMS = frozenset((torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub, torch.ops.aten.where))
 
 
-def _compute_with_true_gradients(
-    gm: fx.GraphModule, tangents: Sequence[fx.Node], scale: fx.Node, inverse: fx.Node
-) -> None:
-    """Lets what is not linear in a gradient read the true one, and scales what comes out."""
-    gradients = set(tangents)
-    for node in list(gm.graph.nodes):
-        operands = [x for x in node.all_input_nodes if x in gradients]
-        if node.op != "call_function" or not operands:
-            continue
-        result: fx.Node = node
+# ---- which gradient carries which scale -----------------------------------------------------------------------------------
+TRUE: Final = -1
+"""Where gradients belong that carry no scale: those that enter and leave the graph, and those that the user's code reads."""
+
+
+class Factors:
+    """What brings a gradient from one region to another, fp32 []. Nodes are made where they are first asked for."""
+
+    def __init__(self, scale: fx.Node, *, per_region: bool, before: fx.Node) -> None:
+        self._scale, self._per_region, self._before = scale, per_region, before
+        self._made: dict[tuple[Any, ...], fx.Node] = {}
+
+    def scale(self, region: int) -> fx.Node:
+        """The scale of a region; of what belongs to none, that of the first one."""
+        if not self._per_region:
+            return self._scale
+        return self._insert(torch.ops.aten.select.int, self._scale, 0, max(region, 0))
+
+    def __call__(self, there: int, here: int) -> fx.Node | None:
+        """The scale here over the one there; None: they are the same."""
+        if there == here or (not self._per_region and TRUE not in (there, here)):
+            return None
+        if there == TRUE:
+            return self.scale(here)
+        inverse = self._insert(_RECIPROCAL, self.scale(there), name=None if self._per_region else "inv_scale")
+        return inverse if here == TRUE else self._insert(_MUL, self.scale(here), inverse)
+
+    def _insert(self, target: Any, *args: Any, name: str | None = None) -> fx.Node:
+        key = (target, *args)
+        if key not in self._made:
+            self._made[key] = graph.insert_backward(target, args, before=self._before, name=name)
+        return self._made[key]
+
+
+class Gradients:
+    """The gradients of a joint graph, and the region whose scale each of them carries."""
+
+    def __init__(self, tangents: Sequence[fx.Node], factors: Factors) -> None:
+        self._factors = factors
+        self._region = dict.fromkeys(tangents, TRUE)
+        self._depth = dict.fromkeys(tangents, 0)
+        """How many borders lie on the way to it, at most. Gradients of a region at one depth are a part of it; parts hand on
+        to deeper ones alone, also where regions take turns."""
+        self._brought: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._crossings: dict[tuple[fx.Node, tuple[int, int]], fx.Node] = {}
+        """(gradient, part that it enters) -> the gradient as it is read there."""
+
+    def region_of(self, gradient: fx.Node) -> int:
+        """`TRUE`, or the number of a region."""
+        return self._region.get(gradient, 0)
+
+    def walk(self, gm: fx.GraphModule) -> None:
+        """Lets every operation read gradients with the scale of its region: true ones, if it is not linear in them."""
+        for node in list(gm.graph.nodes):
+            operands = [x for x in node.all_input_nodes if x in self._region]
+            if node.op != "call_function" or not operands:
+                continue
+            region = self._region_for(node, operands)
+            part = region, max(self._depth[x] + (self._region[x] != region) for x in operands)
+            brought = {x: self.brought(x, region, before=node) for x in operands}
+            self._crossings |= {(x, part): y for x, y in brought.items() if self._part(x) != part}
+            graph.map_operands(node, lambda _, x, brought=brought: brought.get(x, x))
+            values = graph.tensors_of(graph.value_of(node))
+            if any(value.is_floating_point() or value.is_complex() for value in values):  # a mask says the same of both
+                self._region[node], self._depth[node] = part
+
+    def brought(self, gradient: fx.Node, region: int, *, before: fx.Node) -> fx.Node:
+        """A gradient with the scale of this region. It is made in front of whoever asks first."""
+        key = gradient, region
+        if key not in self._brought:
+            factor = self._factors(self.region_of(gradient), region)
+            self._brought[key] = gradient if factor is None else _product(gradient, factor, before=before)
+        return self._brought[key]
+
+    def borders(self, results: Mapping[fx.Node, fx.Node]) -> tuple[list[fx.Node], list[int], list[int]]:
+        """(gradients at the borders of parts, for each 2 i if it enters part i and 2 i + 1 if it leaves it, regions of parts).
+        What does not survive being brought to a part counts as having left it. `results`: those that leave the graph, and what
+        they are there."""
+        parts: dict[tuple[int, int], int] = {}
+        found: dict[tuple[fx.Node, int], None] = {}
+
+        def note(gradient: fx.Node, part: tuple[int, int], *, leaves: bool) -> None:
+            if part[0] != TRUE:
+                found[gradient, 2 * parts.setdefault(part, len(parts)) + leaves] = None
+
+        for (gradient, part), read in self._crossings.items():
+            if isinstance(graph.value_of(gradient), torch.Tensor):
+                note(gradient, part, leaves=False)
+                note(gradient, self._part(gradient), leaves=True)
+                note(read, part, leaves=True)
+        for gradient, result in results.items():
+            if gradient in self._region:
+                note(result, self._part(gradient), leaves=True)
+        return [x for x, _ in found], [side for _, side in found], [region for region, _ in parts]
+
+    def _part(self, gradient: fx.Node) -> tuple[int, int]:
+        return self._region[gradient], self._depth[gradient]
+
+    def _region_for(self, node: fx.Node, operands: Sequence[fx.Node]) -> int:
         if _is_not_linear(node, operands):
-            true = {x: _product(x, inverse, before=node) for x in operands}
-            graph.map_operands(node, lambda _, x, true=true: true.get(x, x))
-            value = graph.value_of(node)
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and node.users:
-                result = _scaled(node, scale, before=graph.after(node))
-        values = graph.tensors_of(graph.value_of(result))
-        if any(value.is_floating_point() or value.is_complex() for value in values):  # a mask says the same of both
-            gradients.add(result)
-
-
-def _scaled(value: fx.Node, scale: fx.Node, *, before: fx.Node) -> fx.Node:
-    """Lets all users of a value read it scaled. Returns the product, which is fp32, or as wide as the value."""
-    scaled = _product(value, scale, before=before)
-    graph.replace(value, scaled, except_in=frozenset(_made_from(value, scaled)))
-    return scaled
+            return TRUE
+        together = next((x for x in operands if not isinstance(graph.value_of(x), torch.Tensor)), None)
+        if together is not None:  # of a tuple, which is not brought anywhere
+            return self._region[together]
+        mark = (node.meta.get("custom") or {}).get(graph.REGION)
+        if mark is not None:
+            return mark
+        # What no named region holds goes with the gradients that it gets. Brought to a scale of its own, what comes out of one
+        # region would have to pass through it on its way to the next.
+        scaled = [x for x in operands if self._region[x] != TRUE]
+        return self._region[max(scaled, key=self._depth.__getitem__)] if scaled else 0
 
 
 def _is_not_linear(node: fx.Node, gradients: Sequence[fx.Node]) -> bool:
@@ -177,14 +292,6 @@ def _is_zero(x: Any) -> bool:
         return True
     value = x.args[1] if packet is torch.ops.aten.full else x.args[0] if packet is torch.ops.aten.scalar_tensor else None
     return isinstance(value, (int, float)) and value == 0
-
-
-def _made_from(value: fx.Node, scaled: fx.Node) -> Iterator[fx.Node]:
-    """The nodes between a value and its product that were put there for it."""
-    node = scaled
-    while node is not value:
-        yield node
-        node = node.all_input_nodes[0]
 
 
 def _product(value: fx.Node, factor: fx.Node, *, before: fx.Node) -> fx.Node:

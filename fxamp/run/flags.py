@@ -16,6 +16,7 @@ from fxamp.ops import SMALLEST_NORMAL
 from fxamp.run.health import Slot
 
 if TYPE_CHECKING:
+    from fxamp.ladder import Ladder
     from fxamp.watched import Watched
 
 ROOM_AT_FIRST: Final = 1024
@@ -35,6 +36,10 @@ class ProbedGraph:
     """Which of them are parameters; the others are activations and other tensors of the call."""
     has_shares: bool
     """Does the probe's gradient hold shares behind the magnitudes?"""
+    num_regions: int = 0
+    """Regions of which it says, behind these, whether they overflowed by themselves."""
+    regions: tuple[int, ...] = ()
+    """Of these inputs, by number; none: nobody asks."""
     watched: tuple[Watched, ...] = ()
     """What is watched in it; the probe's gradient holds three numbers for each behind all others, four with shares."""
 
@@ -44,11 +49,12 @@ class ProbedGraph:
         return len(self.names) + 1
 
     @property
-    def parts(self) -> tuple[int, int, int]:
-        """How many numbers of the probe's gradient are magnitudes, shares, and about what is watched."""
+    def parts(self) -> tuple[int, int, int, int]:
+        """How many numbers of the probe's gradient are magnitudes, shares, about regions, and about what is watched."""
         return (
             self.num_slots,
             self.num_slots if self.has_shares else 0,
+            self.num_regions,
             len(self.watched) * (4 if self.has_shares else 3),
         )
 
@@ -61,13 +67,18 @@ class Flags:
     the memory of a CUDA graph, and it has to add up over micro-batches without turning into a sum.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, regions: Ladder | None = None) -> None:
+        """Args: regions: what is told apart; None: nothing."""
         from fxamp.run.watch import Watch  # late: it makes `import fxamp` slower
 
         self.device: Final = device
         self._store = torch.zeros(ROOM_AT_FIRST, device=device)
         self._record = torch.zeros((3, ROOM_AT_FIRST), device=device)
         """Per slot: updates with an overflow, updates in which all of it was lost, largest share of it that was lost."""
+        self._regions = torch.zeros(ROOM_AT_FIRST, dtype=torch.int64, device=device)
+        """Of each slot, the number of its region."""
+        self._overflowed_regions = torch.zeros(len(regions.names) if regions else 0, device=device)
+        """fp32, 1 for each region that made an overflow since the last update."""
         self._names: list[str] = []
         self._has_shares = False
         self._owners: list[int | None] = []
@@ -76,7 +87,7 @@ class Flags:
         self._released: dict[int, list[slice]] = {}
         """Slots of probes that are gone, by their number."""
         self._masks: dict[frozenset[int | None], Tensor] = {}
-        self.watch: Final = Watch(device)
+        self.watch: Final = Watch(device, regions)
         self.arrivals: Final[set[int | None]] = set()
         """Ids of the parameters whose gradients have arrived, and are not cleared."""
 
@@ -90,6 +101,8 @@ class Flags:
         rest = iter(parameters)
         owners = [id(next(rest)) if is_parameter else None for is_parameter in graph.are_parameters]
         span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
+        if graph.regions:
+            self._regions[span] = _on(self._store.device, torch.tensor([*graph.regions, 0]))
         probe = torch.zeros(sum(graph.parts), device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
         probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids, graph))
@@ -114,6 +127,7 @@ class Flags:
             while span.stop > len(self._store):
                 self._store = torch.cat([self._store, torch.zeros_like(self._store)])
                 self._record = torch.cat([self._record, torch.zeros_like(self._record)], dim=1)
+                self._regions = torch.cat([self._regions, torch.zeros_like(self._regions)])
         self._owners[span] = owners
         self._names[span] = names
         return span
@@ -131,11 +145,13 @@ class Flags:
 
     def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
         assert probe.grad is not None
-        largest, shares, watched = probe.grad.split(graph.parts)
+        largest, shares, regions, watched = probe.grad.split(graph.parts)
         torch.maximum(self._store[span], largest, out=self._store[span])
         if graph.has_shares:
             torch.maximum(self._record[2, span], shares, out=self._record[2, span])
             self._has_shares = True
+        if graph.num_regions:
+            torch.maximum(self._overflowed_regions, regions, out=self._overflowed_regions)
         if graph.watched:
             self.watch.arrive(graph.index, graph.watched, watched)
         probe.grad = None
@@ -147,7 +163,8 @@ class Flags:
 
     def addresses(self) -> tuple[int, ...]:
         """Where it is in memory: all that a CUDA graph holds fast of it."""
-        return self._store.data_ptr(), self._record.data_ptr(), *self.watch.addresses()
+        own = self._store, self._record, self._regions, self._overflowed_regions
+        return *(tensor.data_ptr() for tensor in own), *self.watch.addresses()
 
     # ---- asking and clearing --------------------------------------------------------------------------------------------
     def largest(self) -> Tensor:
@@ -158,19 +175,30 @@ class Flags:
         """fp32 [], 1 if a gradient of anything overflowed, else 0."""
         return _not_finite(self._store)
 
+    def by_region(self) -> Tensor:
+        """fp32 [2, number of regions]: 1 if a gradient overflowed there that was finite when it entered, else 0; the largest
+        finite magnitude of the gradients of the region's parameters."""
+        finite = torch.where(torch.isfinite(self._store), self._store, 0.0)
+        largest = torch.zeros_like(self._overflowed_regions).scatter_reduce(0, self._regions, finite, "amax")
+        return torch.stack([self._overflowed_regions, largest])
+
     def overflow_of(self, parameters: Iterable[int]) -> Tensor:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
         return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
 
     def clear(self, scale: Tensor, owners: Collection[int | None] | None = None) -> None:
         """Takes what arrived for these parameters, by id, into the record, and forgets it. An id of None: for anything else;
-        no `owners`: everything. `scale`: fp32 [], the loss scale that it was computed with."""
+        no `owners`: everything. `scale`: fp32 [], or [number of regions], the loss scale that it was computed with."""
         is_bad = ~torch.isfinite(self._store)
-        is_lost = (self._store > 0) & (self._store * scale < SMALLEST_NORMAL)
+        # What no named region holds may have had the scale of any: of none is said that it was lost by too small a one.
+        here = scale if scale.ndim == 0 else torch.where(self._regions == 0, scale.max(), scale[self._regions])
+        is_lost = (self._store > 0) & (self._store * here < SMALLEST_NORMAL)
         mask = torch.ones_like(is_bad) if owners is None else self._mask(owners)
         self._record[0].add_(is_bad & mask)
         self._record[1].add_(is_lost & mask)
         self._store.masked_fill_(mask, 0.0)
+        if owners is None or None in owners:
+            self._overflowed_regions.zero_()
         if owners is None:
             self.arrivals.clear()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -85,22 +85,32 @@ def findings(
     slots: Sequence[Slot],
     num_calibrating: int,
     share_by_operation: Mapping[str, float] = MappingProxyType({}),
+    by_region: Mapping[str, Sequence[Update]] = MappingProxyType({}),
 ) -> tuple[Finding, ...]:
     """What the record shows, the gravest first. `history`: the updates on record, oldest first; `share_by_operation`: of the
-    numbers of gradients that operations hand on in fp16, those that are mostly lost, largest first."""
+    numbers of gradients that operations hand on in fp16, those that are mostly lost, largest first; `by_region`: the updates
+    as each region saw them, where each has a scale."""
     worst = sorted((s for s in slots if s.num_overflows), key=lambda s: -s.num_overflows)
     culprits = {s.name: s.num_overflows for s in worst[:5]}
     # Skips of a scale that looks for its place are no illness; they come before the first clean update on record.
     first_clean = next((i for i, u in enumerate(history) if not u.overflowed), len(history))
-    settled = history[first_clean:] if num_calibrating else history
+    begin = first_clean if num_calibrating else 0
+    settled, scales = history[begin:], by_region or {"": history}
     found = [
-        _floor(config, settled, culprits),
+        *(_in_region(name, _floor(config, updates[begin:], culprits)) for name, updates in scales.items()),
         _explosion(settled, culprits),
         _underflow(slots, share_by_operation),
-        _oscillation(config, settled, culprits),
+        *(_in_region(name, _oscillation(config, updates[begin:], culprits)) for name, updates in scales.items()),
         _calibration(num_calibrating, is_over=first_clean < len(history)),
     ]
     return tuple(finding for finding in found if finding is not None)
+
+
+def _in_region(name: str, finding: Finding | None) -> Finding | None:
+    """The same finding, about a region's own scale; "" is no region."""
+    if finding is None or not name:
+        return finding
+    return replace(finding, what=f"in region {name}, {finding.what}", evidence={**finding.evidence, "region": name})
 
 
 def _floor(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, int]) -> Finding | None:

@@ -43,10 +43,20 @@ class Scaler:
     """
 
     def __init__(
-        self, config: Scaling, group: Any, warn: Callable[[str], None], precisions: Precisions, *, stats: str | None = None
+        self,
+        config: Scaling,
+        group: Any,
+        warn: Callable[[str], None],
+        precisions: Precisions,
+        *,
+        stats: str | None = None,
+        tells_regions: bool = False,
     ) -> None:
+        """Args: tells_regions: is it to be known of each region how its gradients are?"""
         self.config: Final = config
         self._stats = stats
+        self.regions: Final = precisions.regions if tells_regions else ()
+        """Those that are told apart, by name."""
         self._group, self._warn, self._precisions = group, warn, precisions
         self._graph_ids = itertools.count()
         self._flags: dict[torch.device, Flags] = {}
@@ -63,6 +73,8 @@ class Scaler:
         """fp32 [], 1 if a gradient has overflowed since the last update; None: nobody has looked yet."""
         self._largest: Tensor | None = None
         """fp32 [], the largest finite gradient since the last update."""
+        self._by_region: Tensor | None = None
+        """fp32 [2, number of regions], as `Flags.by_region`, since the last update."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
         _watching().add(self)
@@ -72,16 +84,19 @@ class Scaler:
     def state_on(self, device: torch.device) -> LossScale:
         """The loss scale, made on the first device that asks."""
         if self._loss_scale is None:
-            self._loss_scale = LossScale(self.config, device)
+            self._loss_scale = self._new_scale(device)
             if self._loaded is not None:
                 self._loss_scale.load_state_dict(self._loaded)
             elif not self._attached:
                 self._loss_scale.wait_for_attached()
         return self._loss_scale
 
+    def _new_scale(self, device: torch.device) -> LossScale:
+        return LossScale(self.config, device, self.regions)
+
     @torch.inference_mode(False)
     def scale_on(self, device: torch.device) -> Tensor:
-        """The scale, fp32 [], as graphs on a device read it: always the same tensor."""
+        """The scale, fp32 [] or [number of regions], as graphs on a device read it: always the same tensor."""
         state = self.state_on(device)
         if device == state.scale.device:
             return state.scale
@@ -94,14 +109,17 @@ class Scaler:
         """Is every operation of a graph to be watched?"""
         return self._stats is not None
 
-    def graph(self, names: Mapping[int, str], parameters: Collection[int]) -> ProbedGraph:
-        """A graph whose inputs at these positions, with these names, get gradients; `parameters`: which are parameters."""
+    def graph(self, names: Mapping[int, str], parameters: Collection[int], regions: tuple[int, ...]) -> ProbedGraph:
+        """A graph whose inputs at these positions, with these names, get gradients; `parameters`: which are parameters;
+        `regions`: of each, its number."""
         return ProbedGraph(
             index=next(self._graph_ids),
             positions=tuple(names),
             names=tuple(names.values()),
             are_parameters=tuple(i in parameters for i in names),
             has_shares=self._stats == "full",
+            num_regions=len(self.regions),
+            regions=regions if self.regions else (),
         )
 
     def watching(self, graph: ProbedGraph, table: Table) -> ProbedGraph:
@@ -126,7 +144,7 @@ class Scaler:
     @torch.inference_mode(False)
     def _flags_on(self, device: torch.device) -> Flags:
         if device not in self._flags:
-            self._flags[device] = Flags(device)
+            self._flags[device] = Flags(device, self._precisions.structure if self.regions else None)
         return self._flags[device]
 
     # ---- optimizers -----------------------------------------------------------------------------------------------------
@@ -180,7 +198,7 @@ class Scaler:
 
     def forget_round(self) -> None:
         """Forgets a step that broke off."""
-        self._overflowed = self._largest = None
+        self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device))
@@ -202,13 +220,17 @@ class Scaler:
         ids = skipping.ids(optimizer)
         state = self.state_on(device)
         bad = _any_not_finite(gradients, device)
-        anywhere, largest = bad, torch.zeros((), device=device)
+        anywhere, largest, by_region = bad, torch.zeros((), device=device), torch.zeros((2, len(self.regions)), device=device)
         for flags in self._flags.values():
             if flags.arrivals:
                 bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
                 largest = torch.maximum(largest, flags.largest().to(device, non_blocking=True))
                 anywhere = torch.maximum(anywhere, flags.any_overflow().to(device, non_blocking=True))
-        bad, anywhere, largest = self._agreed(bad, anywhere, largest)
+                if self.regions:
+                    by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
+        bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
+        if self.regions:
+            self._note_by_region(by_region.to(state.scale.device, non_blocking=True))
         self._note_largest(largest.to(state.scale.device, non_blocking=True))
         self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
         return bad
@@ -219,15 +241,19 @@ class Scaler:
     def _note_largest(self, largest: Tensor) -> None:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
+    def _note_by_region(self, by_region: Tensor) -> None:
+        self._by_region = by_region if self._by_region is None else torch.maximum(self._by_region, by_region)
+
     def _agreed(self, *numbers: Tensor) -> tuple[Tensor, ...]:
-        """Of each number, fp32 [], the largest on any rank; so every rank has the same state."""
+        """Of each number, fp32 of any shape, the largest on any rank; so every rank has the same state."""
         from torch import distributed
 
         if not (distributed.is_available() and distributed.is_initialized()):
             return numbers
-        together = torch.stack(numbers)
+        together = torch.cat([x.reshape(-1) for x in numbers])
         distributed.all_reduce(together, distributed.ReduceOp.MAX, group=self._group)
-        return together.unbind()
+        parts = together.split([x.numel() for x in numbers])
+        return tuple(part.view(x.shape) for part, x in zip(parts, numbers, strict=True))
 
     @torch.no_grad()
     def stepped(self, optimizer: Optimizer, bad: Tensor) -> None:
@@ -274,6 +300,8 @@ class Scaler:
                 device = self.state().scale.device
                 self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
                 self._note_largest(flags.largest().to(device, non_blocking=True))
+                if self.regions:
+                    self._note_by_region(flags.by_region().to(device, non_blocking=True))
                 flags.clear(self.scale_on(flags.device), ids)
 
     def _update(self) -> None:
@@ -286,12 +314,12 @@ class Scaler:
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
-        state.update(overflowed, largest, moves=self._precisions.tests_scale())
+        state.update(overflowed, largest, by_region=self._by_region, moves=self._precisions.tests_scale())
         self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
-        self._overflowed = self._largest = None
+        self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
         if not _is_recorded():
             self.ask_for_floor()
@@ -349,12 +377,20 @@ class Scaler:
 
         state, history, sightings = self.state(), self.state().read_history(), self._read_sightings()
         num_calibrating, num_updates = int(state.num_calibrating), int(state.num_updates)
-        whole = findings(self.config, history, self.read_slots(), num_calibrating, culprits.lost(sightings))
+        regions = self.regions if state.is_per_region else ()
+        whole = findings(
+            self.config,
+            history,
+            self.read_slots(),
+            num_calibrating,
+            culprits.lost(sightings),
+            {name: state.read_history(name) for name in regions},
+        )
         run = culprits.Run(
             num_updates=num_updates,
             num_bad=sum(update.overflowed for update in history),
             has_settled=num_calibrating < num_updates,
-            scale=float(state.scale),
+            scale=float(state.scale.min()),
             rank=_rank(),
         )
         named = culprits.findings(sightings, run)
@@ -382,11 +418,17 @@ class Scaler:
         """(what, value), for people. Waits for the device."""
         state = self.state()
         return (
-            ("loss scale", f"{float(state.scale):g}"),
+            *self._read_scales(),
             ("skipped steps", f"{int(state.num_skipped)} in {int(state.num_updates)} updates"),
             *((f"{name} skips by", str(route)) for name, route in self.routes),
             *((finding.kind, f"{finding.what}. {finding.way_out}") for finding in self.read_health()),
         )
+
+    def _read_scales(self) -> list[tuple[str, str]]:
+        state = self.state()
+        if not state.is_per_region:
+            return [("loss scale", f"{float(state.scale):g}")]
+        return [(f"loss scale of {name}", f"{x:g}") for name, x in zip(self.regions, state.scale.tolist(), strict=True)]
 
     def read_slots(self) -> list[Slot]:
         """What is on record of each gradient of each graph. Waits for the device."""
@@ -395,14 +437,14 @@ class Scaler:
     def state_dict(self) -> dict[str, Any]:
         """The state of the scale; waits for the device."""
         if self._loss_scale is None or (not self._attached and self._loaded is None):
-            return dict(self._loaded) if self._loaded is not None else LossScale(self.config, torch.device("cpu")).state_dict()
+            return dict(self._loaded) if self._loaded is not None else self._new_scale(torch.device("cpu")).state_dict()
         return self._loss_scale.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state. Raises: InvalidOption for a state that is no loss scale's."""
-        LossScale(self.config, torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
+        self._new_scale(torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
         self._loaded = dict(state)
-        self._overflowed = self._largest = None
+        self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)

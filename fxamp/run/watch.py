@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fxamp.ladder import Ladder
 from fxamp.watched import Watched
 
 ROOM_AT_FIRST: Final = 4096
@@ -59,8 +60,11 @@ class _Rows(NamedTuple):
 class Watch:
     """The record for all graphs on a device. Nothing here waits for it but `read`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, regions: Ladder | None = None) -> None:
+        """Args: regions: those that may have a scale each; None: there is one for all."""
+        self._device, self._ladder = device, regions
+        self._regions = torch.zeros(0, dtype=torch.int64, device=device)
+        """Of each entry, the number of its region."""
         self._arrived = torch.zeros((4, 0), device=device)
         """Per entry: how often since the last update it made, turned, and passed on; the largest share."""
         self._record = torch.zeros((len(_Rows._fields), 0), device=device)
@@ -82,6 +86,7 @@ class Watch:
     def _room_for(self, graph: int, watched: Sequence[Watched]) -> slice:
         span = self._spans[graph] = slice(len(self._entries), len(self._entries) + len(watched))
         self._entries += [(graph, entry) for entry in watched]
+        numbers = [0 if self._ladder is None else self._ladder.number_of(entry.module) for entry in watched]
         missing = span.stop - self._arrived.shape[1]
         if missing > 0:
             size = max(missing, self._arrived.shape[1], ROOM_AT_FIRST)
@@ -91,23 +96,29 @@ class Watch:
             for row, value in ((rows.first, -1.0), (rows.last, -1.0), (rows.smallest_scale, math.inf)):
                 row.fill_(value)
             self._record = torch.cat([self._record, nothing], dim=1)
+            self._regions = torch.cat([self._regions, self._regions.new_zeros(size)])
+        self._regions[span] = torch.tensor(numbers).to(self._device)
         return span
 
     def addresses(self) -> tuple[int, ...]:
         """See `Flags.addresses`."""
-        return self._arrived.data_ptr(), self._record.data_ptr()
+        return self._arrived.data_ptr(), self._record.data_ptr(), self._regions.data_ptr()
+
+    def _scale_of_each(self, scale: Tensor) -> Tensor:
+        return scale if scale.ndim == 0 else scale[self._regions]
 
     def close(self, scale: Tensor, update: Tensor, overflowed: Tensor, calibrates: Tensor) -> None:
         """Takes what has arrived into the record, as that of an update. All are on this device, fp32 [] but `update`: the
         scale that it was computed with; its number, int64 [1]; 1 if a gradient overflowed, else 0; 1 if the scale still
-        looks for its place, else 0."""
-        self._record.copy_(_closed(self._record, self._arrived, scale, update, overflowed, calibrates))
+        looks for its place, else 0. With several scales, `scale` is fp32 [number of regions]."""
+        here = self._scale_of_each(scale)
+        self._record.copy_(_closed(self._record, self._arrived, here, update, overflowed, calibrates))
         self._arrived.zero_()
 
     def read(self, scale: Tensor, update: Tensor, overflowed: Tensor) -> list[Sighting]:
         """What is on record, and what has arrived since the last update. Waits for the device."""
         zero = torch.zeros_like(overflowed)
-        record = _closed(self._record, self._arrived, scale, update, overflowed, zero)
+        record = _closed(self._record, self._arrived, self._scale_of_each(scale), update, overflowed, zero)
         columns = record[:, : len(self._entries)].T.tolist()
         return [
             Sighting(

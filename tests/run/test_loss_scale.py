@@ -67,6 +67,30 @@ def test_without_a_floor_it_is_grad_scalers(
     assert moved(config, sequence) == grad_scalers(config, sequence)
 
 
+@given(
+    st.lists(st.tuples(st.booleans(), st.sets(st.sampled_from((0, 1, 2)))), max_size=60),
+    st.sampled_from((1, 2, 7)),
+    st.sampled_from((1, 3)),
+)
+def test_the_scale_of_a_region_moves_as_if_its_own_updates_were_all_there_are(
+    updates: list[tuple[bool, set[int]]], interval: int, hysteresis: int
+):
+    """Updates: (did anything overflow, the regions that made it). Not its own are those in which others overflowed alone."""
+    config = DynamicScale(growth_interval_steps=interval, hysteresis_steps=hysteresis, per_region=True)
+    state = LossScale(config, CPU, ("model", "a", "b"))
+    for overflowed, makers in updates:
+        made = torch.tensor([float(i in makers) for i in range(3)])
+        state.update(torch.tensor(float(overflowed)), ONE, by_region=torch.stack([made, torch.ones(3)]))
+    alone = DynamicScale(growth_interval_steps=interval, hysteresis_steps=hysteresis)
+    for i, scale in enumerate(state.scale.tolist()):
+        own = [bad for bad, makers in updates if not bad or not makers or i in makers]
+        assert scale == ([alone.init, *moved(alone, own)])[-1]
+    assert [update.overflowed for update in state.read_history()] == [bad for bad, _ in updates]
+    for i, name in enumerate(state.regions):
+        fell = [bad and (not makers or i in makers) for bad, makers in updates]
+        assert [update.overflowed for update in state.read_history(name)] == fell
+
+
 def test_the_defaults_are_grad_scalers():
     sequence = [True] * 3 + [False] * 2000 + [True] + [False] * 2001
     assert moved(DynamicScale(), sequence) == grad_scalers(DynamicScale(), sequence)
