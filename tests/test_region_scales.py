@@ -77,7 +77,7 @@ def test_wherever_the_borders_are_no_bit_of_a_gradient_depends_on_them(name: str
     assert any(w is not None for w in want)
 
 
-# ---- what one scale cannot do -------------------------------------------------------------------------------------------------
+# ---- what one scale cannot do -----------------------------------------------------------------------------------------------
 class Vanishing(nn.Module):
     """A deep net of sigmoids, whose slope is 1/4 at most: what comes back to its beginning is 2^-50 of what enters."""
 
