@@ -18,6 +18,7 @@ from torch import fx
 
 from fxamp import capture, destination, errors, formats, graph, instances, legal, ops, passes, plan, rewrite, scaling
 from fxamp.capture import Captured
+from fxamp.coverage import Coverage
 from fxamp.explain import rules as explain_rules
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.report import Report
@@ -587,6 +588,7 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
         dynamo=graph.forget_inputs(rewritten),
         changes=(*shared.normalized, *changes),
         joint_record=program.record,
+        coverage=program.coverage if shared.replay.on else Coverage(off=shared.replay.reason),
         notes=(*notes, str(shared.replay)),
     )
     return record, program

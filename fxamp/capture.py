@@ -375,6 +375,12 @@ def source_line(node: fx.Node) -> tuple[str, str]:
     return line
 
 
+def line_of(trace: str) -> str:
+    """"train.py:33", the user's innermost line in a stack trace; "" if there is none."""
+    line = _innermost(trace)
+    return "" if line is None else line[0]
+
+
 @functools.lru_cache(maxsize=1024)  # the layers of a stack have equal traces, and a long text takes long to search
 def _innermost(trace: str) -> tuple[str, str] | None:
     frames = list(_FRAME.finditer(trace))

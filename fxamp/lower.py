@@ -21,7 +21,8 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.nn.attention import sdpa_kernel
 
-from fxamp import errors, graph, joint, legal, ops, passes, tf32
+from fxamp import capture, errors, graph, joint, legal, ops, passes, tf32
+from fxamp.coverage import Coverage, Phase, Replay, explained
 from fxamp.joint.record import JointGraphs, JointRecord
 from fxamp.joint.watch import Watch
 from fxamp.passes import Pass
@@ -62,6 +63,8 @@ class Program:
 
     run: Compiled
     record: JointRecord
+    coverage: Coverage
+    """What replays as a CUDA graph, if `Settings.cuda_graphs` asked for it."""
 
 
 def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, digest: str) -> Program:
@@ -73,22 +76,28 @@ def lower(gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings,
     """
     if settings.lower == "eager":
         _check_runs_eagerly(gm)
-        return Program(run=graph.forget_inputs(gm).forward, record=JointRecord())
+        return Program(run=graph.forget_inputs(gm).forward, record=JointRecord(), coverage=Coverage(off="not compiled"))
     compiled = graph.clone(gm)
     record = JointRecord(trace=_Retrace(graph.forget_inputs(gm), settings, digest))
-    run = _compile(compiled, example_inputs, settings, _joint_steps(settings, record), digest)
-    return Program(run=run, record=record)
+    coverage = Coverage(off="" if settings.cuda_graphs else "nobody asked for it")
+    run = _compile(compiled, example_inputs, settings, _joint_steps(settings, record), digest, coverage)
+    return Program(run=run, record=record, coverage=coverage)
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    steps: Steps,
+    digest: str,
+    coverage: Coverage | None = None,
 ) -> Compiled:
     # Contract 5: the casts in the forward are the user's program now, and the backward follows from them alone.
     early = _early_backward() if settings.compiles_backward else contextlib.nullcontext()
     with functorch_config.patch(backward_pass_autocast="off"), early:
         if settings.lower == "aot_eager":
             return _aot_eager(gm, example_inputs, steps, settings.watch)
-        return _inductor(gm, example_inputs, settings, steps, digest)
+        return _inductor(gm, example_inputs, settings, steps, digest, coverage or Coverage())
 
 
 @contextlib.contextmanager
@@ -245,7 +254,12 @@ class _InductorPass(CustomGraphPass):
 
 
 def _inductor(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, steps: Steps, digest: str
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    steps: Steps,
+    digest: str,
+    coverage: Coverage,
 ) -> Compiled:
     from functorch.compile import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -253,8 +267,6 @@ def _inductor(
 
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(settings.mode or "default"))
     patches["triton.cudagraphs"] = settings.cuda_graphs
-    if settings.require_cuda_graphs:
-        patches["triton.cudagraph_or_error"] = True
     if settings.keeps_roundings:
         patches["emulate_precision_casts"] = True
     if steps:
@@ -265,21 +277,138 @@ def _inductor(
         split = min_cut_rematerialization_partition if theirs is None else theirs
         key = repr((digest, passes.file_hash(inspect.getfile(Watch)), theirs and theirs.uuid()))
         patches["custom_partitioner_fn"] = _WatchedPartition(functools.partial(settings.watch.partition, split), key)
-    if not settings.tf32:
-        return cast(Compiled, compile_fx(gm, list(example_inputs), config_patches=patches))
+    observe = _Observer(coverage, settings.require_cuda_graphs) if settings.cuda_graphs else contextlib.nullcontext()
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
-        with tf32.enabled():
+        with observe, tf32.enabled() if settings.tf32 else contextlib.nullcontext():  # a backward may be compiled late
             code = compile_fx_inner(*args, **kwargs)
-        assert isinstance(code, CompiledFxGraph)
-        assert code.current_callable is not None
-        code.current_callable = tf32.around(code.current_callable)
+        if settings.tf32:
+            assert isinstance(code, CompiledFxGraph)
+            assert code.current_callable is not None
+            code.current_callable = tf32.around(code.current_callable)
         return code
 
     # A hit in AOTAutograd's cache would hand out the code without the switch around it. Inductor's own cache still hits.
-    with functorch_config.patch(enable_autograd_cache=False):
+    caches = functorch_config.patch(enable_autograd_cache=False) if settings.tf32 else contextlib.nullcontext()
+    with observe, caches:  # a hit in that cache is no compilation
         run = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return cast(Compiled, run)
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------------
+class _Observer:
+    """While it is entered, notes which graphs Inductor lets replay as CUDA graphs, whether they are compiled or come from a
+    cache, and from then on which of them it leaves after all. May be entered again inside of itself.
+
+    Raises, with `is_required`: CudaGraphsUnavailable for each that does not replay.
+    """
+
+    def __init__(self, coverage: Coverage, is_required: bool) -> None:
+        self.coverage, self.is_required = coverage, is_required
+        self._depth = 0
+        self._patched = contextlib.ExitStack()
+        self._between: list[tuple[str, str]] = []
+        """(reason, the user's line) of what cannot be captured in the graph that is being compiled."""
+
+    def __enter__(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+        from torch._inductor.scheduler import Scheduler
+
+        self._depth += 1
+        if self._depth > 1:
+            return
+        finish, split = CompiledFxGraph.post_compile, Scheduler._log_graph_partitions
+
+        def post_compile(code: CompiledFxGraph, examples: Any, constants: Any, graph_kwargs: Any) -> None:
+            finish(code, examples, constants, graph_kwargs)
+            self._finished(code, graph_kwargs)
+
+        def log_graph_partitions(scheduler: Any, partitions: Any, signatures: Any) -> None:
+            self._between = list(dict.fromkeys(_obstacles(scheduler, partitions, signatures)))
+            split(scheduler, partitions, signatures)
+
+        self._patched.enter_context(mock.patch.object(CompiledFxGraph, "post_compile", post_compile))
+        self._patched.enter_context(mock.patch.object(Scheduler, "_log_graph_partitions", log_graph_partitions))
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._patched.close()
+
+    def _finished(self, code: Any, graph_kwargs: Any) -> None:
+        phase: Phase = "backward" if graph_kwargs["is_backward"] else "forward"
+        between, self._between = self._between, []
+        replay = _replay(code, phase, bool(graph_kwargs["cudagraphs"]), between)
+        self._note(replay)
+        if replay.is_captured:
+            code.current_callable = self._watched(code, phase)
+
+    def _note(self, replay: Replay) -> None:
+        self.coverage.add(replay)
+        if self.is_required and not replay.is_captured:
+            raise errors.CudaGraphsUnavailable(
+                f"cuda_graphs='require', and the {replay.phase} of a graph is not captured: {replay.reason}",
+                where=replay.where or None,
+                way_out="Change what it cannot hold, or use cuda_graphs='auto'",
+            )
+
+    def _watched(self, code: Any, phase: Phase) -> Compiled:
+        """A compiled graph that notes when Inductor, which decides some things as it runs, does not replay it after all."""
+        from torch._dynamo.utils import counters
+
+        run, skips = code.current_callable, counters["inductor"]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = skips["cudagraph_skips"]
+            outputs = run(*args, **kwargs)
+            if skips["cudagraph_skips"] > before:
+                self._note(self.coverage.lose(phase, _reason_while_running(code)))
+            return outputs
+
+        return call
+
+
+def _replay(code: Any, phase: Phase, is_on: bool, between: Sequence[tuple[str, str]]) -> Replay:
+    """What Inductor decided of a compiled graph. `between`: what it leaves out of its CUDA graphs, and why."""
+    if is_on:
+        reason, where = between[0] if between else ("", "")
+        pieces = len(code.partition_maps or ()) or 1
+        if pieces > 1 and not reason:
+            reason = "operations in between cannot be (compiled code from a cache does not say which)"
+        return Replay(phase=phase, is_captured=True, num_pieces=pieces, reason=reason, where=where)
+    info = code.cudagraph_info
+    message = code.disabled_cudagraphs_reason or ", ".join([] if info is None else info.cudagraph_fail_reasons)
+    if message:
+        reason, where = explained(message)
+    elif phase == "backward" and info is None:
+        reason, where = "its forward is not captured", ""
+    elif between:
+        reason, where = between[0]
+    else:
+        reason, where = "nothing in it computes on the device", ""
+    return Replay(phase=phase, is_captured=False, reason=reason, where=where)
+
+
+def _obstacles(scheduler: Any, partitions: Sequence[Any], signatures: Sequence[Any]) -> Generator[tuple[str, str]]:
+    """(reason, the user's line) of the operations that Inductor's scheduler keeps out of CUDA graphs."""
+    for partition, signature in zip(partitions, signatures, strict=True):
+        for node in partition if signature.skip_cudagraph else ():
+            reason = scheduler.should_partition(node)
+            computed = [part.node for part in node.get_nodes() if part.node is not None]
+            origins = [origin for ir_node in computed for origin in ir_node.origins]
+            lines = (capture.line_of(origin.meta.get("stack_trace") or "") for origin in origins)
+            if reason:
+                yield str(reason), next(filter(None, lines), "")
+
+
+def _reason_while_running(code: Any) -> str:
+    from torch._inductor.cudagraph_utils import get_mutation_stack_trace
+
+    static = set(code.fx_kwargs.get("static_input_idxs") or ())
+    written = [i for i in code.mutated_input_idxs if i not in static]
+    if written and code.cudagraph_info is not None:
+        return get_mutation_stack_trace(code.cudagraph_info.placeholders, written)
+    return "its inputs move so often that Inductor gave up recording it anew"
 
 
 class _WatchedPartition(CustomPartitionerFn):

@@ -12,6 +12,7 @@ from torch import fx
 
 from fxamp import errors, graph
 from fxamp.capture import Captured
+from fxamp.coverage import Coverage, Replay
 from fxamp.explain import leaks, text
 from fxamp.explain.leaks import Leak
 from fxamp.graph import Cast
@@ -39,6 +40,7 @@ class VariantRecord:
     changes: tuple[Change, ...]
     """What each pass on the Dynamo graph did."""
     joint_record: JointRecord = field(repr=False)
+    coverage: Coverage = field(repr=False)
     notes: tuple[str, ...]
     """What was not lowered, not captured in a CUDA graph, or fell back, and why."""
 
@@ -80,6 +82,11 @@ class VariantRecord:
             return record.changes, record.casts
         graphs = record.graphs  # a warm start: no pass ran
         return ((), graph.own_casts(self.dynamo)) if graphs is None else (graphs.changes, graphs.casts)
+
+    @property
+    def cuda_graphs(self) -> tuple[Replay, ...]:
+        """Forward and, if it trains, backward: does it replay as a CUDA graph, and if not, why, and at which line."""
+        return self.coverage.replays(trains=self.captured.trains)
 
     @property
     def leaks(self) -> tuple[Leak, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
+from fxamp.coverage import Replay
 from fxamp.explain.leaks import Leak
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.rules import RuleUse
@@ -75,6 +76,12 @@ class Report:
         return sum(len(v.casts) for v in self.variants)
 
     @property
+    def cuda_graphs(self) -> tuple[tuple[int, str, Replay], ...]:
+        """(graph, what it runs in, what of it replays as a CUDA graph, or why not), for each forward and backward."""
+        variants = [(g.index, v) for g in self.graphs for v in g.variants.values()]
+        return tuple((index, v.precision, replay) for index, v in variants for replay in v.cuda_graphs)
+
+    @property
     def leaks(self) -> tuple[Leak, ...]:
         """Promotion leaks, over all graphs: where a low value meets a wider one, and the result is wide."""
         return tuple(leak for v in self.variants for leak in v.leaks)
@@ -130,10 +137,19 @@ def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
                 str(len(decisions)),
                 str(v.plan.num_low_ops),
                 str(len(v.casts)),
-                "yes" if any(n.startswith("CUDA graph: on") for n in v.notes) else "no",
+                _coverage(v),
                 lines[0] if lines else "",
             )
     return table
+
+
+def _coverage(variant: VariantRecord) -> str:
+    """"yes", "no", or what of a graph replays as a CUDA graph: "forward", "in pieces"."""
+    replays = variant.cuda_graphs
+    captured = [replay for replay in replays if replay.is_captured]
+    if len(captured) < len(replays):
+        return captured[0].phase if captured else "no"
+    return "yes" if all(replay.is_whole for replay in replays) else "in pieces"
 
 
 def _operation_table(variants: Sequence[VariantRecord]) -> Table:
@@ -213,6 +229,9 @@ def _print_notes(console: Console, graphs: Sequence[GraphRecord]) -> None:
         for v in g.variants.values():
             for note in v.notes:
                 console.print(f"- graph {g.index} ({v.precision}): {note}")
+            for replay in () if v.coverage.off else v.cuda_graphs:
+                if not replay.is_whole:
+                    console.print(f"- graph {g.index} ({v.precision}): {replay}")
             for change in v.changes:
                 for kept in change.kept if change.pass_name in _SPEEDING else ():
                     left = f"{kept.node} ({kept.where})" if kept.where else kept.node

@@ -39,6 +39,7 @@ LEVELS = MappingProxyType(
         "registered": 3,
         "legal": 3,
         "plan": 4,
+        "coverage": 4,
         "watched": 4,
         "passes": 4,
         "options": 4,
