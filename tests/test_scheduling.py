@@ -97,6 +97,88 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(whole: Run, at: int):
         assert torch.equal(p, q)
 
 
+# ---- by region ------------------------------------------------------------------------------------------------------------
+class Branches(nn.Module):
+    """Two branches, of which one is a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(y)
+
+
+class BranchRun:
+    """A training of which one branch gets an input that is `factor` times as large in step `SPIKE`."""
+
+    def __init__(self, factor: float, **options: Any) -> None:
+        torch.manual_seed(0)
+        scheduler = fxamp.CurvatureScheduler(threshold=1e9, dwell_steps=4, lag_steps=2, per_region=True)
+        self.amp = fxamp.Amp(
+            precision="fp16", lower="aot_eager", scheduler=scheduler, regions={"left": "left"},
+            **({"scaling": 16.0} | options),
+        )  # fmt: skip
+        self.model, self.factor = Branches(), factor
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.amp.attach(self.optimizer)
+        self.compiled = torch.compile(self.model, backend=self.amp)
+
+    def train(self, steps: range) -> BranchRun:
+        for step in steps:
+            x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(step))
+            out = self.compiled(x * (self.factor if step == SPIKE else 1.0), y)
+            loss = out.clamp(-1.0, 1.0).square().mean() + 0.1 * out.mean()  # whose gradient is not larger where `out` is
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.amp.observe(loss)
+        return self
+
+
+@pytest.fixture(scope="module")
+def spiking() -> BranchRun:
+    return BranchRun(5e3).train(range(32))
+
+
+def test_gradients_that_jump_in_one_region_raise_that_region_alone(spiking: BranchRun):
+    start, down, *rises = spiking.amp.history.changes
+    assert (start.reason, set(down.precision.values())) == ("starts high", {"fp16"})
+    assert rises[0].step == SPIKE + 2
+    assert rises[0].precision == {"model": "fp16", "left": "fp32"}
+    assert rises[0].reason.startswith("left: the largest gradient is ")
+    assert all(change.precision["model"] == "fp16" for change in rises)
+    assert spiking.amp.read_skipped_steps() == 0
+
+
+def test_a_region_that_overflows_is_raised_alone():
+    """What overflows in the left branch is not handed to the right one, and the loss is finite."""
+    run = BranchRun(1.0, scaling=2.0**10).train(range(12))
+    first, second = (layer for layer in run.model.left if isinstance(layer, nn.Linear))
+    with torch.no_grad():
+        for p in first.parameters():
+            p.mul_(1e-5)
+        second.weight.mul_(1e5)  # of what comes back to `first`, too
+    run.train(range(12, 24))
+    rise = run.amp.history.changes[-1]
+    assert rise.precision == {"model": "fp16", "left": "fp32"}
+    assert rise.reason.startswith("left: 25% of the recent updates overflowed")
+    assert rise.step == 12 + 4 - 1 + 2  # the fourth bad update, and the lag
+    assert run.amp.read_skipped_steps() == 5
+
+
+def test_runs_with_regions_repeat_bit_for_bit_and_resume(spiking: BranchRun):
+    again = BranchRun(5e3).train(range(24))
+    resumed = BranchRun(5e3)
+    resumed.model.load_state_dict(again.model.state_dict())
+    resumed.amp.load_state_dict(json.loads(json.dumps(again.amp.state_dict())))
+    for run, steps in ((again, range(24, 32)), (resumed, range(24, 32))):
+        run.train(steps)
+        assert run.amp.state_dict() == spiking.amp.state_dict()
+        for p, q in zip(run.model.parameters(), spiking.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
 def test_a_schedule_of_ones_own():
     class Alternating:
         def decide(self, signal: fxamp.Signal, state: None) -> tuple[fxamp.Decision, None]:

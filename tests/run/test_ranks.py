@@ -59,8 +59,9 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", rank=rank, world_size=2)
-    config = fxamp.DynamicScale(growth_interval_steps=20)
-    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=config, stats="overflow")
+    regions = {"first": "0"} if kind == "ddp" else None  # FSDP2's blocks share a graph, which regions cannot tell apart
+    config = fxamp.DynamicScale(growth_interval_steps=20, per_region=regions is not None)
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=config, stats="overflow", regions=regions)
     model = made(kind, amp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     amp.attach(optimizer)
@@ -84,6 +85,7 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "state": amp.state_dict(),
         "num_graphs": len(amp.graphs),
         "observed": observed(rank),
+        "observed by region": observed_by_region(rank),
         "health": [(f.kind, f.what, dict(f.evidence)) for f in amp.health()],
     }
     torch.save(facts, out / f"{rank}.pt")
@@ -139,6 +141,31 @@ def observed(rank: int) -> tuple[str, str]:
         signs[2] = 60.0 if (step, rank) == (180, 1) else 1.0  # gradients that only one of them sees
         observer.observe(torch.tensor(LOSSES[rank] + loss if rank == bad_rank else LOSSES[rank]))
     return observer.history.as_json(), repr(observer.state_dict())
+
+
+def observed_by_region(rank: int) -> tuple[str, str]:
+    """Gradients of one region jump, of which one rank alone knows."""
+    scheduler, dial = CurvatureScheduler(dwell_steps=6, lag_steps=3, per_region=True), dial_of("early", "late")
+    observer = Observer(scheduler, dial, signs=lambda: torch.tensor([1024.0, 0.0, 1.0, 0.0, *ratios]))
+    for step in range(60):
+        jumps = 1000.0 if (step, rank) == (40, 1) else 1.0
+        ratios = [0.0, 1.0, 0.0, 1.0, 0.0, jumps]
+        observer.observe(torch.tensor(1.0))
+    return observer.history.as_json(), repr(observer.state_dict())
+
+
+def test_ranks_raise_the_same_region(ranks: list[dict[str, Any]]):
+    first, second = (facts["observed by region"] for facts in ranks)
+    assert first == second
+    rise = next(c for c in json.loads(first[0])["changes"] if c["step"] == 40 + 3)
+    assert rise["precision"] == {"model": "fp16", "early": "fp16", "late": "fp32"}
+
+
+def test_the_scales_of_regions_are_those_of_all_ranks(ranks: list[dict[str, Any]]):
+    scale, other = (facts["state"]["scaling"]["scale"] for facts in ranks)
+    assert scale == other
+    if isinstance(scale, dict):  # 1e38 did not survive being scaled where it came in, and the first block never saw it finite
+        assert scale["first"] == 2 * scale["model"]
 
 
 def test_ranks_decide_together(ranks: list[dict[str, Any]]):
