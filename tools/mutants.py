@@ -428,11 +428,31 @@ def table(rows: Iterable[tuple[str, Outcome]]) -> str:
     return "\n".join(lines)
 
 
+def merged(path: Path, rows: Sequence[tuple[str, Outcome]]) -> list[tuple[str, Outcome]]:
+    """The rows of a page that is there, for mutants that there still are, with these in place of what they replace."""
+    found: dict[str, Outcome] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, rest = line.removeprefix("| ").removesuffix(" |").partition(" | ")
+        killed_by, _, seconds = rest.rpartition(" | ")
+        if seconds.replace(".", "").isdecimal():
+            found[name] = Outcome("" if killed_by == "**survived**" else killed_by.strip("`"), float(seconds))
+    found |= rows
+    return [(mutant.name, found[mutant.name]) for mutant in MUTANTS if mutant.name in found]
+
+
+def page(rows: Sequence[tuple[str, Outcome]]) -> str:
+    """docs/mutants.md."""
+    num_killed = sum(bool(outcome.killed_by) for _, outcome in rows)
+    command = "python tools/mutants.py --write docs/mutants.md"
+    one = "with `--only WORD` it measures some and keeps the other rows"
+    return f"# Mutants\n\n{num_killed} of {len(rows)} mutants are killed. Made by `{command}`; {one}.\n\n{table(rows)}\n"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--only", default="", help="only mutants whose name holds this")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the result")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the result; with --only, its other rows stay")
     options = parser.parse_args(argv)
     chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
     for mutant in chosen:
@@ -450,9 +470,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = f"{len(mutants) - len(survivors)} of {len(mutants)} mutants are killed"
     print(summary)
     if options.write:
-        command = "python tools/mutants.py --write docs/mutants.md"
-        text = f"# Mutants\n\n{summary}. Made by `{command}`.\n\n{table(mutants)}\n"
-        options.write.write_text(text)
+        options.write.write_text(page(merged(options.write, mutants)))
     if control.killed_by:
         print(f"without any mutant, {control.killed_by} fails")
     return 1 if survivors or control.killed_by else 0

@@ -14,6 +14,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxamp import graph, joint
 from fxamp.joint.absorb import AbsorbWidenings
+from fxamp.joint.casts import CancelCasts
 from fxamp.joint.movement import HoistNarrowings, NarrowMovement, SinkWidenings
 
 ATEN = torch.ops.aten
@@ -233,6 +234,13 @@ MOVED = [
     ("not if one of them reads it wide", NarrowMovement(),
      [(1, NEG), (3, ATEN.mul.Tensor, 1), down(3), (5, ATEN.mul.Tensor, 5)], [4, 6],
      ["neg", "mul", "convert_element_type", "mul"]),
+    ("not if one of them reads it wide, whatever that spares", NarrowMovement(),
+     [(1, EXPAND), (3, ATEN.mul.Tensor, 3), down(3), (5, ATEN.mul.Tensor, 5)], [4, 6],
+     ["expand", "mul", "convert_element_type", "mul"]),
+    ("not if what goes in is more", NarrowMovement(), [(1, SLICE), down(3), (4, ATEN.mul.Tensor, 4)], [5],
+     ["slice", "convert_element_type", "mul"]),
+    ("an output of the casts' own memory", CancelCasts(), [up(0), down(3)], [4],
+     ["convert_element_type", "convert_element_type"]),
     ("a concatenation with what was widened", NarrowMovement(),
      [up(0), (3, ATEN.cat.default, 1), down(4), (5, ATEN.mul.Tensor, 5)], [6],
      ["convert_element_type", "convert_element_type", "convert_element_type", "cat", "mul"]),

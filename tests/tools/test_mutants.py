@@ -47,6 +47,16 @@ def test_a_mutant_that_does_not_apply_once_is_refused(tmp_path, monkeypatch, old
         mutants.Mutant("planted", "errors.py", old, "", ()).applied()
 
 
+def test_rows_of_some_mutants_take_the_place_of_theirs(tmp_path):
+    path = tmp_path / "mutants.md"
+    first, second, third = (mutant.name for mutant in mutants.MUTANTS[:3])
+    dead, alive = mutants.Outcome("tests/test_x.py::test_a[1 | 2]", 1.5), mutants.Outcome("", 2.0)
+    path.write_text(mutants.page([(first, alive), (third, dead), ("a rule that is gone", dead)]))
+    rows = mutants.merged(path, [(first, dead), (second, alive)])
+    assert rows == [(first, dead), (second, alive), (third, dead)]
+    assert mutants.page(rows).startswith("# Mutants\n\n2 of 3 mutants are killed.")
+
+
 CHECK = """
 import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("mutants", sys.argv[1])
