@@ -57,10 +57,29 @@ EARLY_BACKWARD: Final = Repair(
     delete_when="tests/test_variants.py::test_upstream_still_wrong fails",
 )
 
-REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING, EARLY_BACKWARD)
+LSTM_STATES: Final = Repair(
+    name="lstm-states",
+    symptom="the last states of a compiled fp16 LSTM on a CPU have one dimension too many",
+    cause="the call that AOTAutograd traces instead (mkldnn_rnn_layer) gives them so, and nobody takes the dimension away",
+    link="https://github.com/pytorch/pytorch/blob/main/torch/_meta_registrations.py (mkldnn_rnn_layer)",
+    versions="seen on 2.11, not on 2.13",
+    repair="there an LSTM keeps its traced dtypes on a CPU",
+    delete_when="the oldest torch that fxamp supports is 2.13",
+)
+
+REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING, EARLY_BACKWARD, LSTM_STATES)
 
 
 def roundings_need_an_op() -> bool:
     """Does this torch drop roundings even under emulate_precision_casts? (2.11 does, 2.13 does not)"""
+    return _is_before_2_13()
+
+
+def lstms_stay_wide(device_type: str) -> bool:
+    """Does this torch give the states of a low LSTM in a wrong shape? (2.11 does, 2.13 does not)"""
+    return device_type == "cpu" and _is_before_2_13()
+
+
+def _is_before_2_13() -> bool:
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) < (2, 13)

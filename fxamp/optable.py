@@ -279,6 +279,7 @@ SYNONYMS: Final = MappingProxyType(
         **{f"__{r}{name}__": "div" for name in ("div", "truediv") for r in ("", "r")},
         **{f"__{r}{name}__": "remainder" for name in ("mod",) for r in ("", "r")},
         **{f"__{r}{name}__": f"bitwise_{name}" for name in ("and", "or", "xor") for r in ("", "r")},
+        **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge")},
         "__getitem__": "getitem",
     }
 )

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import as_given, capture, errors, formats, graph, guards, legal, optable, registered, widening
+from fxamp import _patches, as_given, capture, errors, formats, graph, guards, legal, optable, registered, widening
 from fxamp.as_given import Given
 from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
@@ -486,7 +486,7 @@ class _Planner:
 
     def _has_kernel(self, op: str | None, low: torch.dtype) -> bool:
         device, name = self.captured.device, formats.name(low)
-        if op in optable.NO_LOW_KERNEL.get(device.type, ()):
+        if op in optable.NO_LOW_KERNEL.get(device.type, ()) or (op == "lstm" and _patches.lstms_stay_wide(device.type)):
             return False
         return op not in optable.NEEDS_NATIVE.get((device.type, name), ()) or formats.native_support(device, name)[0]
 
