@@ -154,7 +154,7 @@ MUTANTS: Final = (
         ),
         (
             "pinned: not what the program differentiates",
-            "elif node.target in (torch.autograd.grad, torch.autograd.backward):",
+            "elif node.target in DIFFERENTIATES:",
             "elif False:",
         ),
         ("pinned: no outputs that share memory", "        if count > 1:\n", "        if False:\n"),
