@@ -236,6 +236,31 @@ def test_a_ladder_keeps_copies_of_what_has_run():
         assert frozen.num_bytes == 216
 
 
+class Viewed(nn.Module):
+    """Weights that are read through views; of the last one a part that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d, self.e = (nn.Parameter(torch.randn(8, 8)) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.a.t() @ self.b.T @ self.c.view(64)[:].view(8, 8).transpose(0, 1)
+        return F.linear(x, self.d[:4].reshape(4, 8)) @ self.e[:4, :4]
+
+
+def test_views_of_weights():
+    model = Viewed()
+    amp, run = compiled(model)
+    with torch.no_grad():
+        want = run(X)
+    with torch.no_grad(), amp.freeze(model) as frozen:
+        assert torch.equal(run(X), want)
+        assert frozen.num_bytes == 2 * 4 * 64
+        assert len(amp.graphs[-1].variants["bf16"].casts) == 3  # of x, of the result, and of e
+        model.a.data.neg_()
+        assert torch.equal(run(X), -want)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

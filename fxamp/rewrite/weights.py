@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ class TakeLowWeights:
         w: "f32[8, 4]" = input                       w: "bf16[8, 4]" = input
         w_1: "bf16[8, 4]" = aten.to(w, bf16)   ->    y: "bf16[2, 8]" = linear(x, w)
         y: "bf16[2, 8]" = linear(x, w_1)
+    Views of the weight, such as `w.t()`, become views of the copy.
     kept: a weight that something else reads too: it would be there twice, and its memory could not be watched for writes.
     """
 
@@ -31,34 +32,85 @@ class TakeLowWeights:
     def __call__(self, gm: fx.GraphModule) -> Change:
         removed, kept = 0, list[Kept]()
         for node in gm.graph.find_nodes(op="placeholder"):
-            casts = [user for user in node.users if graph.is_own_cast(user)] if node.name in self.weights else []
-            if not casts:
+            readers = _Readers.of(node) if node.name in self.weights else None
+            if readers is None or not readers.casts:
                 continue
-            reason, where = _obstacle(node, casts)
+            reason, where = readers.obstacle()
             if reason:
                 kept.append(Kept(node=graph.input_name(node), reason=reason, where=where))
                 continue
-            graph.retype_input(node, graph.value_of(casts[0]))
-            for cast in casts:
-                graph.replace(cast, node)
+            for value, low in readers.low.items():
+                if value is node:
+                    graph.retype_input(node, low)
+                else:
+                    graph.set_value(value, low)
+            for cast in readers.casts:
+                graph.replace(cast, cast.all_input_nodes[0])
                 graph.erase(cast)
-            removed += len(casts)
+            removed += len(readers.casts)
         gm.recompile()
         return Change(pass_name=type(self).__name__, num_removed=removed, kept=tuple(kept))
 
 
-def _obstacle(weight: fx.Node, casts: list[fx.Node]) -> tuple[str, str]:
-    """(why a graph cannot do without a weight in the format it has, the user's line); ("", "") if it can."""
-    others = (user for user in weight.users if user not in casts)
-    leaving = (user for cast in casts for user in cast.users if user.op == "output")
-    reader = next(itertools.chain(others, leaving), None)
-    if reader is not None:
-        op = "the caller, to whom it goes" if reader.op == "output" else capture.name_of(reader) or reader.name
-        return f"is cast at every call, since it is read as it is too, by {op}", capture.source_line(reader)[0]
-    values = [graph.value_of(cast) for cast in casts]
-    if len({value.dtype for value in values}) > 1:
-        return "is cast at every call, since it is read in two low formats", ""
-    return "", ""
+@dataclass(frozen=True, kw_only=True)
+class _Readers:
+    """Who reads a weight, or a view of it."""
+
+    views: tuple[fx.Node, ...]
+    """The weight, and views of it, each behind what it is a view of."""
+    casts: tuple[fx.Node, ...]
+    others: tuple[fx.Node, ...]
+
+    @staticmethod
+    def of(weight: fx.Node) -> _Readers:
+        views, casts, others = [weight], list[fx.Node](), list[fx.Node]()
+        for value in views:  # which grows meanwhile
+            for user in value.users:
+                kind = casts if graph.is_own_cast(user) else views if _is_view(user, weight) else others
+                kind.append(user)
+        others += [user for cast in casts for user in cast.users if user.op == "output"]
+        return _Readers(views=tuple(views), casts=tuple(casts), others=tuple(others))
+
+    def obstacle(self) -> tuple[str, str]:
+        """(why the graph cannot do without the weight in the format it has, the user's line); ("", "") if it can."""
+        if self.others:
+            reader = self.others[0]
+            op = "the caller, to whom it goes" if reader.op == "output" else capture.name_of(reader) or reader.name
+            return f"is cast at every call, since it is read as it is too, by {op}", capture.source_line(reader)[0]
+        if len({graph.value_of(cast).dtype for cast in self.casts}) > 1:
+            return "is cast at every call, since it is read in two low formats", ""
+        if not all(_is_like(low, graph.retyped(graph.value_of(view), low.dtype)) for view, low in self.low.items()):
+            return "is cast at every call, since a view of it would be another one in a low format", ""
+        return "", ""
+
+    @functools.cached_property
+    def low(self) -> dict[fx.Node, torch.Tensor]:
+        """The weight and its views in the low format."""
+        weight, *views = self.views
+        dtype = graph.value_of(self.casts[0]).dtype
+        values = {weight: graph.retyped(graph.value_of(weight), dtype)}
+        for view in views:
+            values[view] = graph.call_on_fakes(view, [values.get(x, graph.value_of(x)) for x in graph.operands(view)])
+        return values
+
+
+def _is_view(node: fx.Node, weight: fx.Node) -> bool:
+    """Is it all of a weight or a part, dense, and nothing but another view of the same memory?"""
+    value = graph.value_of(node)
+    return (
+        node.op in ("call_method", "call_function")
+        and isinstance(value, torch.Tensor)
+        and value.dtype == graph.value_of(weight).dtype
+        and graph.storages(node) == graph.storages(weight)
+        and not capture.writes(node)
+        and capture.name_of(node) != "as_strided"
+        and not graph.cast_changes_strides(node)
+    )
+
+
+def _is_like(value: object, wanted: torch.Tensor) -> bool:
+    same = isinstance(value, torch.Tensor) and value.dtype == wanted.dtype
+    return same and value.shape == wanted.shape and value.stride() == wanted.stride()
 
 
 def taken(before: fx.GraphModule, after: fx.GraphModule) -> Mapping[int, torch.dtype]:
