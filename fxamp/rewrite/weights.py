@@ -109,8 +109,9 @@ def _is_view(node: fx.Node, weight: fx.Node) -> bool:
 
 
 def _is_like(value: object, wanted: torch.Tensor) -> bool:
-    same = isinstance(value, torch.Tensor) and value.dtype == wanted.dtype
-    return same and value.shape == wanted.shape and value.stride() == wanted.stride()
+    if not isinstance(value, torch.Tensor) or value.dtype != wanted.dtype:
+        return False
+    return value.shape == wanted.shape and value.stride() == wanted.stride()
 
 
 def taken(before: fx.GraphModule, after: fx.GraphModule) -> Mapping[int, torch.dtype]:
