@@ -134,7 +134,7 @@ MUTANTS: Final = (
     # ---- whose memory is written ------------------------------------------------------------------------
     *_each(
         "fxamp/capture.py",
-        (WATCHED, SNAPSHOTS, RULES, CAPTURE),
+        (WATCHED, CAPTURE, SNAPSHOTS, RULES),
         (
             "pinned: no written memory",
             "        for written in writes(node):\n            for key in groups[written]:",
