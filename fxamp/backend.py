@@ -39,6 +39,7 @@ from fxamp.run.variants import Precisions
 if TYPE_CHECKING:  # Inductor takes a second to import; only compiling needs it
     from fxamp.lower import Program
     from fxamp.run.history import History
+    from fxamp.run.leaves import LowLeaves
     from fxamp.run.train_step import TrainStep
 
 Compiled = Callable[..., Any]
@@ -120,25 +121,29 @@ class Amp:
         chosen = self.options if mode is None else dataclasses.replace(self.options, mode=mode)
         return self._compile_or_fall_back(gm, example_inputs, chosen)
 
-    def _compile_in_step(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
-        """Compiles a graph that a train step runs, and records with everything else."""
-        return self._compile_or_fall_back(gm, example_inputs, self.options, in_step=True)
+    def _compile_in_step(self, leaves: LowLeaves, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Compiled:
+        """Compiles a graph that a train step runs, with these low copies, and records with everything else."""
+        return self._compile_or_fall_back(gm, example_inputs, self.options, leaves)
 
     def _compile_or_fall_back(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options, *, in_step: bool = False
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options, leaves: LowLeaves | None = None
     ) -> Compiled:
         untouched = graph.clone(gm) if chosen.on_error == "eager" else None
         try:
-            return self._compile(gm, example_inputs, chosen, in_step)
+            return self._compile(gm, example_inputs, chosen, leaves)
         except Exception as error:
             if untouched is None or isinstance(error, _USERS_TO_SOLVE):
                 raise
             self._num_fallbacks += 1
             self._note(f"a graph was compiled untouched, because fxamp failed on it (on_error='eager'): {error}")
-            return _compile_untouched(untouched, example_inputs, chosen, in_step=in_step)
+            return _compile_untouched(untouched, example_inputs, chosen, in_step=leaves is not None)
 
     def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, in_step: bool = False
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        leaves: LowLeaves | None = None,
     ) -> Compiled:
         self._weights.refuse_gradients(example_inputs)
         normal = graph.clone(gm)
@@ -164,13 +169,13 @@ class Amp:
                 device=captured.device,
                 trains=captured.trains,
                 fresh_outputs=captured.fresh_outputs,
-                in_step=in_step,
+                in_step=leaves is not None,
             ),
             scaler=scaler,
             probed=None if scaler is None else _probed(captured, scaler, ladder),
             outputs=_output_dtype(gm, options),
-            weights=self._weights,
-            frozen=() if captured.trains else self._weights.positions(example_inputs),
+            weights=self._weights if leaves is None else leaves,
+            copied=() if captured.trains and leaves is None else (leaves or self._weights).positions(example_inputs),
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
@@ -337,6 +342,7 @@ class Amp:
         step = train_step.TrainStep(
             task,
             backend=self._compile_in_step,
+            may_copy=self._scaler is None or not (self._scaler.watches or self._scaler.regions),
             scaler=self._scaler,
             precisions=self._precisions,
             retries=self.options.on_overflow == "retry",
@@ -546,8 +552,8 @@ class _Shared:
     probed: ProbedGraph | None
     outputs: tuple[Literal["traced", "low"], str]
     """The formats that outputs leave in, and a note if they are not those asked for."""
-    weights: WeightCopies
-    frozen: tuple[int, ...]
+    weights: WeightCopies | LowLeaves
+    copied: tuple[int, ...]
     """Positions of the inputs of which low copies are kept."""
     programs: dict[str, Program] = field(default_factory=dict)
     """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
@@ -569,15 +575,15 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
     rewritten = graph.clone(captured.gm)
     check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
     inputs = captured.gm.graph.find_nodes(op="placeholder")
-    frozen = [inputs[i].name for i in shared.frozen]
-    steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed, frozen=frozen)
+    copied = [inputs[i].name for i in shared.copied]
+    steps = rewrite.passes_for(captured, made, marks_following="min_cut" in options.relaxed, frozen=copied)
     changes = passes.run(rewritten, steps, check)
     program = _lower(rewritten, made, shared)
     notes = [note for rung in dict.fromkeys(dict(assignment.precisions).values()) for note in resolved[rung][1]]
     notes += filter(None, (made.note, note_of_outputs))
-    if frozen:
-        count = len(rewrite.taken(captured.gm, rewritten))
-        notes.append(f"of {len(frozen)} frozen weights, {count} are read as low copies, the others in the format they have")
+    if copied:
+        count, kind = len(rewrite.taken(captured.gm, rewritten)), "weights" if captured.trains else "frozen weights"
+        notes.append(f"of {len(copied)} {kind}, {count} are read as low copies, the others in the format they have")
     if shared.keeps_roundings:
         notes.append("the program holds floats narrower than fp32: Inductor is asked to keep their roundings")
     record = VariantRecord(
@@ -602,7 +608,10 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
 
     captured, options, probed = shared.captured, shared.options, shared.probed
     taken = rewrite.taken(captured.gm, gm)
-    examples = [_low_example(x, taken[i]) if i in taken else x for i, x in enumerate(shared.example_inputs)]
+    examples = list(shared.example_inputs)
+    low = [_low_example(examples[i], dtype, trains=captured.trains) for i, dtype in taken.items()]
+    for i, example in zip(taken, graph.like_examples(low, examples), strict=True):
+        examples[i] = example
     scaling: tuple[Pass, ...] = ()
     watch: Watch | None = None
     if shared.scaler is not None and probed is not None:
@@ -617,6 +626,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
             scale=first,
             probe=first + 1,
             slots=probed.positions,
+            low=tuple(taken),
             shares=probed.has_shares,
             statistics=captured.running_statistics,
             num_regions=probed.num_regions,
@@ -643,7 +653,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         program = lower.lower(gm, examples, settings, digest)
         if taken:
             program = dataclasses.replace(program, run=shared.weights.around(program.run, taken))
-        elif made.num_low_ops and not captured.trains and not shared.frozen:
+        elif made.num_low_ops and not captured.trains and isinstance(shared.weights, WeightCopies) and not shared.copied:
             parameters = [i for i, role in enumerate(captured.roles.values()) if role == "parameter"]
             program = dataclasses.replace(program, run=shared.weights.telling(program.run, parameters))
         if shared.scaler is not None and probed is not None and watch is not None:
@@ -652,9 +662,9 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
     return shared.programs[digest]
 
 
-def _low_example(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _low_example(weight: torch.Tensor, dtype: torch.dtype, *, trains: bool) -> torch.Tensor:
     """Like the low copy of a weight."""
-    return torch.empty_like(weight, dtype=dtype, requires_grad=False)
+    return torch.empty_like(weight, dtype=dtype, requires_grad=trains and weight.requires_grad)
 
 
 def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:

@@ -50,20 +50,22 @@ def scaling(
     scale: int,
     probe: int,
     slots: tuple[int, ...],
+    low: tuple[int, ...],
     shares: bool,
     statistics: tuple[int, ...],
     num_regions: int = 0,
     per_region: bool = False,
     marks: str = "",
 ) -> tuple[Pass, ...]:
-    """Loss scaling, for the inputs at these positions. It comes after all other passes: they see no arithmetic but the
-    program's."""
+    """Loss scaling, for the inputs at these positions; `low`: those whose gradients stay scaled. It comes after all
+    other passes: they see no arithmetic but the program's."""
     return (
         KeepFiniteStatistics(statistics),
         ScaleGradients(
             scale=scale,
             probe=probe,
             slots=slots,
+            low=low,
             shares=shares,
             num_regions=num_regions,
             per_region=per_region,

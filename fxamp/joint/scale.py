@@ -48,6 +48,9 @@ class ScaleGradients:
     slots: tuple[int, ...]
     """Positions of the inputs whose gradients have slots in the probe's gradient, in the order of the slots. All other
     gradients share a slot behind them."""
+    low: tuple[int, ...] = ()
+    """Positions of the inputs whose gradients leave as they are computed, multiplied by the scale: weights in a low format, in
+    which a true gradient would be lost."""
     shares: bool = False
     """Does the probe's gradient hold, behind the magnitudes, the share of each gradient that fp16 could not hold?"""
     num_regions: int = 0
@@ -77,7 +80,7 @@ class ScaleGradients:
         gradients.walk(gm)
         made = {i: results[i] for i in wanted}
         for i, node in made.items():
-            results[i] = gradients.brought(node, TRUE, before=output)
+            results[i] = gradients.brought(node, 0 if input_of(wanted[i]) in self.low else TRUE, before=output)
         results[position] = self._facts(wanted, results, gradients, factors, made, output)
         graph.set_arguments(output, (type(output.args[0])(results),), {})
         return Change(pass_name=type(self).__name__, num_added=len(gm.graph.nodes) - before)
@@ -102,8 +105,16 @@ class ScaleGradients:
         def insert(target: Any, *args: Any, name: str | None = None) -> fx.Node:
             return graph.insert_backward(target, args, before=output, name=name)
 
-        nodes = [results[i] for i in slots]
-        parts = [insert(ops.LARGEST, nodes, list(slots.values()), num_slots, name="largest_gradients")]
+        scaled = [i for i, desc in wanted.items() if input_of(desc) in self.low]
+        true = [i for i in slots if i not in scaled]
+        largest = [
+            insert(ops.LARGEST, [results[i] for i in those], [slots[i] for i in those], num_slots, name="largest_gradients")
+            for those in (true, scaled)
+            if those or those is true and not scaled
+        ]
+        if scaled:
+            largest[-1] = insert(_MUL, largest[-1], factors(0, TRUE))
+        parts = [functools.reduce(lambda a, b: insert(torch.ops.aten.maximum.default, a, b), largest)]
         if self.shares:
             by_scale: dict[fx.Node, list[int]] = {}
             for i in slots:

@@ -111,14 +111,23 @@ class Attachment:
         if skip is None:
             return
         skip.end()
-        if self.num_skipped is None:
-            self.num_skipped = torch.zeros_like(skip.overflowed)
-        self.num_skipped.add_(skip.overflowed)
         if len(optimizer.state) != self._num_states and not skip.was_left_out:
             self._num_states = len(optimizer.state)
             self.choose(self.wish)
+        self.took(optimizer, skip.overflowed)
+
+    def judge(self, optimizer: Optimizer) -> Tensor:
+        """See `Scaler.judge`."""
+        verdicts = [scaler.verdict(optimizer, has_low=True) for scaler in self._live()]
+        return functools.reduce(torch.maximum, [verdict for verdict in verdicts if verdict is not None])
+
+    def took(self, optimizer: Optimizer, overflowed: Tensor) -> None:
+        """Takes note of a step, left out if `overflowed`, fp32 [], is 1."""
+        if self.num_skipped is None:
+            self.num_skipped = torch.zeros_like(overflowed)
+        self.num_skipped.add_(overflowed)
         for scaler in self._live():
-            scaler.stepped(optimizer, skip.overflowed)
+            scaler.stepped(optimizer, overflowed)
 
     @property
     def is_settled(self) -> bool:

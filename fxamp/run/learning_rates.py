@@ -19,20 +19,21 @@ class LearningRates:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._known: list[float | Tensor] = []
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        """One for each group, as of the last `refresh`."""
 
     def refresh(self) -> None:
         """Takes over the rates of now. Waits for nothing."""
         groups = self._optimizer.param_groups
-        for group in groups[len(self._tensors) :]:
-            self._tensors.append(torch.zeros((), device=group["params"][0].device))
+        for group in groups[len(self.tensors) :]:
+            self.tensors.append(torch.zeros((), device=group["params"][0].device))
             self._known.append(float("nan"))
         for i, group in enumerate(groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):
-                self._tensors[i].copy_(rate, non_blocking=True)
+                self.tensors[i].copy_(rate, non_blocking=True)
             elif rate != self._known[i]:
-                self._tensors[i].fill_(rate)
+                self.tensors[i].fill_(rate)
             self._known[i] = rate
 
     @contextlib.contextmanager
@@ -40,7 +41,7 @@ class LearningRates:
         """Inside, `group["lr"]` is the tensor, and groups say that they can be captured, as fused ones can without saying."""
         groups = self._optimizer.param_groups
         before = [(group["lr"], group.get("capturable")) for group in groups]
-        for group, tensor in zip(groups, self._tensors, strict=True):
+        for group, tensor in zip(groups, self.tensors, strict=True):
             group["lr"] = tensor
             if group.get("fused") and "capturable" in group:
                 group["capturable"] = True

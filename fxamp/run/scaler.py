@@ -182,10 +182,19 @@ class Scaler:
                 "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
             )
 
-    # ---- for steps that are recorded ------------------------------------------------------------------------------------
+    # ---- for train steps ------------------------------------------------------------------------------------
     def is_settled(self, optimizer: Optimizer) -> bool:
         """Has an attached optimizer taken a step? Until then each one waits."""
         return self._attached[optimizer].is_settled
+
+    def judge(self, optimizer: Optimizer) -> Tensor:
+        """fp32 [], 1 if the update that follows has to be left out, else 0: the caller takes it, in place of `step()`, and
+        tells `took`. Some gradients are not those of parameters."""
+        return self._attached[optimizer].judge(optimizer)
+
+    def took(self, optimizer: Optimizer, bad: Tensor) -> None:
+        """See `judge`."""
+        self._attached[optimizer].took(optimizer, bad)
 
     def read_skipped(self, optimizer: Optimizer) -> int:
         """Steps of an attached optimizer left out so far. Waits for the device."""
@@ -205,18 +214,19 @@ class Scaler:
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def verdict(self, optimizer: Optimizer) -> Tensor | None:
-        """fp32 [], 1 if this step has to be left out, else 0; None if there is no gradient to step with.
+    def verdict(self, optimizer: Optimizer, *, has_low: bool = False) -> Tensor | None:
+        """fp32 [], 1 if this step has to be left out, else 0; None if there is no gradient to step with. `has_low`: there are
+        gradients beside those of the parameters, and graphs have flagged them.
 
         Raises: CannotScale for parameters that are fp16 by now."""
         gradients = [p.grad for p in skipping.parameters(optimizer) if p.grad is not None]
-        if not gradients:
+        if not gradients and not has_low:
             return None
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             skipping.check(optimizer)
         if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
             self._update()
-        device = gradients[0].device
+        device = skipping.parameters(optimizer)[0].device if not gradients else gradients[0].device
         ids = skipping.ids(optimizer)
         state = self.state_on(device)
         bad = _any_not_finite(gradients, device)

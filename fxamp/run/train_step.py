@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxamp import errors
-from fxamp.run import capturable, skipping, warming
+from fxamp.run import capturable, skipping, update, warming
 from fxamp.run.learning_rates import LearningRates
+from fxamp.run.leaves import LowLeaves
+from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
 if TYPE_CHECKING:
@@ -132,6 +134,8 @@ class _Recording:
     graph: torch.cuda.CUDAGraph
     loss: Tensor
     """In the memory of the graph: the next replay overwrites it."""
+    room: Tensor | None
+    """What kernels of the update read."""
 
 
 @dataclass(kw_only=True)
@@ -167,6 +171,7 @@ class TrainStep:
         task: Task,
         *,
         backend: Callable[..., Any],
+        may_copy: bool,
         scaler: Scaler | None,
         precisions: Precisions,
         retries: bool,
@@ -177,10 +182,12 @@ class TrainStep:
         capturable.check(task.optimizer)
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
-        self._loss = torch.compile(task.objective(), backend=backend)
         self._modules = task.modules()
         self._parameters = skipping.parameters(task.optimizer)
         self._device = self._parameters[0].device
+        self._leaves = LowLeaves(self._parameters if may_copy else ())
+        self._loss = torch.compile(task.objective(), backend=functools.partial(backend, self._leaves))
+        self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
         self._num_loads = 0
         this: weakref.ref[TrainStep] = weakref.ref(self)
@@ -195,6 +202,9 @@ class TrainStep:
         self._stream = self._pool = None
         if not self._why_plain:
             self._stream, self._pool = _stream_of(self._device), torch.cuda.graph_pool_handle()
+        if self._on_cuda and not update.why_not(task.optimizer):
+            self._update = FusedUpdate(task.optimizer)
+        self._room = None if self._update is None else self._update.reserve()
         self._num_recordings = self._num_replayed = self._num_skipped = 0
         self._num_plain: Counter[str] = Counter()
         self._is_closed = False
@@ -285,21 +295,62 @@ class TrainStep:
         """The plain loop. Nothing of it waits, once the optimizer has its state."""
         task, total = self._task, None
         self._drop_gradients()
+        self._leaves.refresh()
+        # The scale that gradients are computed with: the update moves it.
+        inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
         for args, kwargs in batch.parts(tensors, task.accumulate):
             loss = self._loss(*args, **kwargs)
             _check_loss(loss)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
+            if task.accumulate > 1:
+                self._leaves.widen_gradients(inverse)
         assert total is not None
-        if task.clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, task.clip_grad_norm)
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
-            task.optimizer.step()
+            self._take(inverse)
         self._drop_gradients()
         return total
 
+    @torch.no_grad()
+    def _take(self, inverse: Tensor | None) -> None:
+        """The update, with the gradients that have arrived."""
+        gradients = self._gradients() if self._update is not None and self._has_state() else []
+        if self._update is None or not gradients or not self._update.takes(gradients):
+            self._leaves.widen_gradients(inverse)
+            if self._task.clip_grad_norm is not None:
+                nn.utils.clip_grad_norm_(self._parameters, self._task.clip_grad_norm)
+            self._task.optimizer.step()
+            return
+        optimizer = self._task.optimizer
+        bad = torch.zeros((), device=self._device) if self._scaler is None else self._scaler.judge(optimizer)
+        assert self._room is not None
+        self._update.launch(
+            gradients,
+            self._rates.tensors,
+            self._room,
+            inverse_scale=torch.ones((), device=self._device) if inverse is None else inverse,
+            clip=self._task.clip_grad_norm,
+            overflowed=bad,
+        )
+        if self._scaler is not None:
+            self._scaler.took(optimizer, bad)
+
+    def _gradients(self) -> list[Gradient]:
+        """What each parameter is updated by: a low gradient where it has no other."""
+        low = [leaf for leaf in self._leaves if leaf.low.grad is not None]
+        alone = {id(leaf.weight): leaf for leaf in low if leaf.weight.grad is None}
+        if len(alone) < len(low):
+            return []  # a weight that is read in two formats
+        return [
+            Gradient(parameter=p, gradient=gradient, is_scaled=leaf is not None and self._scaler is not None)
+            for p in self._parameters
+            for leaf in (alone.get(id(p)),)
+            if (gradient := p.grad if leaf is None else leaf.low.grad) is not None
+        ]
+
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)
+        self._leaves.drop_gradients()
         for module in self._modules:
             for p in module._parameters.values():
                 if p is not None:
@@ -313,7 +364,10 @@ class TrainStep:
         return loss
 
     def _has_state(self) -> bool:
-        return self._scaler is None or self._scaler.is_settled(self._task.optimizer)
+        """Has an update been taken, so that the optimizer has its state?"""
+        if self._scaler is not None:
+            return self._scaler.is_settled(self._task.optimizer)
+        return bool(self._task.optimizer.state) or sum(self._num_plain.values()) > 1
 
     def _read_was_skipped(self) -> bool:
         """Was the step left out? Waits for the device: the price of on_overflow="retry"."""
@@ -377,15 +431,23 @@ class TrainStep:
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 warming.step(self._loss, args, kwargs)
+            if self._update is not None:
+                self._update.load({torch.float32, *(leaf.low.dtype for leaf in self._leaves)}, self._rates.tensors)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _record(self, batch: Batch, shape: _Shape) -> _Recording:
-        graph = torch.cuda.CUDAGraph()
+        graph, usual = torch.cuda.CUDAGraph(), self._room
+        room = self._room = None if self._update is None else self._update.reserve()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self._launch(batch, shape.inputs)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                loss = self._launch(batch, shape.inputs)
+        finally:
+            self._room = usual
+        if self._update is not None:
+            self._update.fill()
         self._num_recordings += 1
-        return _Recording(graph=graph, loss=loss)
+        return _Recording(graph=graph, loss=loss, room=room)
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Generator[None]:
@@ -397,6 +459,8 @@ class TrainStep:
             yield
 
     def _forget_half_a_step(self) -> None:
+        random = torch.cuda.default_generators[self._device.index or 0]
+        random.graphsafe_set_state(random.clone_state())  # the old one still counts what was to be recorded
         self._drop_gradients()
         if self._scaler is not None:
             self._scaler.forget_round()

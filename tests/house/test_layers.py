@@ -23,6 +23,7 @@ LEVELS = MappingProxyType(
         "ops": 1,
         "watch_ops": 2,
         "_patches": 1,
+        "kernels": 1,
         "scaling": 1,
         "scheduler": 1,
         "directional": 1,

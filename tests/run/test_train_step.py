@@ -366,6 +366,25 @@ def test_bounds_are_reported_not_exceeded():
 
 
 @pytest.mark.gpu
+def test_a_step_that_cannot_be_recorded_goes_on_as_it_is():
+    @torch._dynamo.disable
+    def waits(x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(x, y) * (1.0 if float(x.detach().sum()) else 2.0)
+
+    model, optimizer, amp = made(CUDA, precision="fp16")
+    step = amp.train_step(model, waits, optimizer)
+    with pytest.warns(fxamp.FxampWarning, match="it cannot be recorded: .*"):
+        losses = [step(x, y) for x, y in batches(CUDA, 8)]
+    assert step.summary().num_replayed == 0
+    assert all(bool(torch.isfinite(loss)) for loss in losses)
+    assert len({float(loss) for loss in losses}) == 8
+    model, optimizer, amp = made(CUDA, precision="fp16", cuda_graphs="require")
+    step = amp.train_step(model, waits, optimizer)
+    with pytest.raises(errors.CudaGraphsUnavailable, match="the training step cannot be recorded"):
+        [step(x, y) for x, y in batches(CUDA, 8)]
+
+
+@pytest.mark.gpu
 def test_memory_comes_back():
     def trained() -> None:
         model, optimizer, amp = made(CUDA, precision="bf16")
