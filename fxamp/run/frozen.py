@@ -7,6 +7,7 @@ hold an address of the memory, is copied at every call.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxamp import errors, formats
 from fxamp.run import writes
@@ -46,12 +49,15 @@ class Copy:
     """Of the memory, when it was copied."""
     epoch: int
     """Of all copies, then."""
+    version: int = -1
+    """Autograd's count of writes to the weight, then."""
 
     def is_of(self, weight: Tensor, epoch: int) -> bool:
         """Does it hold what the weight holds?"""
         return (
             self.num_writes == self.memory.num_writes
             and self.epoch == epoch
+            and self.version == _version(weight)
             and self.memory.exposure is None
             and writes.is_marked(weight)
             and self.alias.is_set_to(weight)
@@ -151,6 +157,7 @@ class WeightCopies:
         for slot in found:
             self._hold(slot)
         self._slots += found
+        _watching().add(self)
         _forget_guards(found)
         return Frozen(self, found)
 
@@ -194,6 +201,11 @@ class WeightCopies:
     def expire(self) -> None:
         """Whatever was written, and however: all copies are made anew before they are read again. Costs nothing now."""
         self._epoch += 1
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped. Fused ones leave neither a mark on CUDA nor a new version."""
+        if self._slots and any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+            self.expire()
 
     # ---- asking ---------------------------------------------------------------------------------------------------------
     @property
@@ -317,7 +329,7 @@ class WeightCopies:
         self._watch({id(copy.memory): (copy.memory, args[i]) for i, copy in copies.items()}.values())
         for i, copy in copies.items():  # behind the marks: what is written from here on is seen
             copy.low.copy_(args[i])
-            copy.num_writes, copy.epoch = copy.memory.num_writes, self._epoch
+            copy.num_writes, copy.epoch, copy.version = copy.memory.num_writes, self._epoch, _version(args[i])
             args[i] = copy.low
         self.num_updates += len(copies)
 
@@ -360,6 +372,23 @@ class WeightCopies:
                 slot.weight = now
                 self._hold(slot)
         self._forget_others()
+
+
+def _version(weight: Tensor) -> int:
+    return 0 if weight.is_inference() else weight._version
+
+
+@functools.cache
+def _watching() -> weakref.WeakSet[WeightCopies]:
+    """Those that are told of optimizers' steps, by one hook for all of them, never removed."""
+    known: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for copies in known:
+            copies.note_step(optimizer)
+
+    register_optimizer_step_post_hook(hook)
+    return known
 
 
 class _Refusal:

@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fxamp import errors
+from fxamp.run import writes
 from fxamp.run.frozen import WeightCopies
 
 BF16 = torch.bfloat16
@@ -184,6 +185,18 @@ def test_a_write_is_seen(way: str, inference_mode: bool, device: str):
     with torch.inference_mode() if inference_mode else torch.no_grad():
         assert reader.is_current()
         assert any(not torch.equal(a, b) for a, b in zip(before, reader.lows(), strict=True))
+        assert reader.is_current()
+
+
+@pytest.mark.parametrize("way", ["foreach", "AdamW fused", "AdamW foreach", "SGD fused", "clip_"])
+def test_a_write_that_leaves_the_mark_is_seen(way: str, monkeypatch: pytest.MonkeyPatch):
+    """Kernels for many tensors at once leave it on CUDA: there autograd's count of writes, and a hook on optimizers, tell."""
+    reader = Reader(layers())
+    reader.copies.freeze(reader.model)
+    with torch.no_grad():
+        assert reader.is_current()
+        monkeypatch.setattr(writes, "is_marked", lambda _: True)
+        DURING[way](reader.model)
         assert reader.is_current()
 
 

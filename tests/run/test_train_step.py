@@ -23,6 +23,12 @@ from tests.waits import no_waits
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
+@pytest.fixture(autouse=True)
+def _no_choice_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two compilations are compared bit for bit: Inductor must not choose between kernels by how fast they are."""
+    monkeypatch.setattr("torch._inductor.config.deterministic", True, raising=False)
+
+
 class Net(nn.Module):
     """What a step has to get right: running statistics, dropout, a layer that can overflow."""
 
