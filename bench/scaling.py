@@ -87,13 +87,13 @@ def _trace(amp: fxamp.Amp, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[f
     """(the joint graph of a compilation before all passes, the steps that it would go through)."""
     real, found = lower._compile, list[tuple[fx.GraphModule, lower.Steps]]()
 
-    def until_joint(rewritten: fx.GraphModule, inputs: Sequence[Any], settings: Any, steps: lower.Steps, digest: str):
+    def until_joint(rewritten: fx.GraphModule, inputs: Sequence[Any], settings: Any, steps: lower.Steps, *rest: Any):
         def keep(joint_gm: fx.GraphModule) -> None:
             found.append((graph.clone(joint_gm), steps))
             raise lower._Traced
 
         with suppress(lower._Traced):
-            real(rewritten, inputs, settings, [(keep, "")], digest)
+            real(rewritten, inputs, settings, [(keep, "")], *rest)
         return rewritten.forward
 
     with mock.patch.object(lower, "_compile", until_joint):
