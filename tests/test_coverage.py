@@ -200,6 +200,7 @@ def test_captured(mode: str | None):
     for _ in range(3):
         torch.compiler.cudagraph_mark_step_begin()
         run(x).sum().backward()
+        model.zero_grad()  # gradients lie in the graph's memory, and the next step overwrites them
         with torch.no_grad():
             run(x)
     forward, backward, inference = (replay for _, _, replay in amp.report().cuda_graphs)
