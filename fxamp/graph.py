@@ -232,11 +232,18 @@ def difference(value: Any, traced: Any, *, format_of: torch.dtype | None = None)
     if len(got) != len(want) or (type(value) is not type(traced) and not isinstance(traced, torch.Tensor)):
         return "its result has another structure"
     for g, w in zip(got, want, strict=True):
-        if tuple(g.shape) != tuple(w.shape):
+        if not _have_same_shape(g, w):
             return "its result has another shape"
         if g.dtype != w.dtype and not (w.dtype == format_of and g.is_floating_point()):
             return f"its result is {formats.name(g.dtype)}, traced {formats.name(w.dtype)}"
     return None
+
+
+def _have_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Symbolic sizes are compared by what they are in the example: a guard would ask for this example ever after."""
+    fakes = [t for t in (a, b) if isinstance(t, FakeTensor) and any(type(size) is not int for size in t.shape)]
+    with quietly(fakes[0].fake_mode) if fakes else contextlib.nullcontext():
+        return tuple(a.shape) == tuple(b.shape)
 
 
 def text_of(gm: fx.GraphModule) -> str:
