@@ -343,6 +343,7 @@ class Amp:
             task,
             backend=self._compile_in_step,
             may_copy=self._scaler is None or not (self._scaler.watches or self._scaler.regions),
+            is_one_of_many=_is_distributed(),
             scaler=self._scaler,
             precisions=self._precisions,
             retries=self.options.on_overflow == "retry",
@@ -497,6 +498,10 @@ def _module(model: object, asker: str, wanted: str = "torch.nn.Module") -> torch
     if isinstance(model, torch.nn.Module):
         return model
     raise errors.InvalidOption(f"{asker}() was given a {type(model).__name__}", way_out=f"Give it the {wanted}")
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _text_of(precision: Mapping[str, str]) -> str:

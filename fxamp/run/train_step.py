@@ -172,6 +172,7 @@ class TrainStep:
         *,
         backend: Callable[..., Any],
         may_copy: bool,
+        is_one_of_many: bool,
         scaler: Scaler | None,
         precisions: Precisions,
         retries: bool,
@@ -180,12 +181,18 @@ class TrainStep:
     ) -> None:
         _check_task(task)
         capturable.check(task.optimizer)
+        if is_one_of_many and wish == "require":
+            raise errors.CudaGraphsUnavailable(
+                "cuda_graphs='require', and a train step is not recorded where torch.distributed is initialized",
+                way_out="Use cuda_graphs='auto': the step then runs as it is",
+            )
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
         self._modules = task.modules()
         self._parameters = skipping.parameters(task.optimizer)
         self._device = self._parameters[0].device
-        self._leaves = LowLeaves(self._parameters if may_copy else ())
+        # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
+        self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
         self._loss = torch.compile(task.objective(), backend=functools.partial(backend, self._leaves))
         self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
@@ -194,6 +201,8 @@ class TrainStep:
         task.optimizer.register_load_state_dict_post_hook(lambda _: _note_load(this))
         self._on_cuda = self._device.type == "cuda"
         self._why_plain = "cuda_graphs=False" if wish is False else ""
+        if is_one_of_many:
+            self._why_plain = "torch.distributed is initialized, and collectives are not recorded yet"
         if not self._on_cuda:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
         self._shapes: dict[Hashable, _Shape] = {}

@@ -55,6 +55,28 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # pyright: ignore
 
 
+def stepped(rank: int, kind: str) -> dict[str, Any]:
+    """Eight calls of `Amp.train_step`, of which one rank breaks two."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(Block(), Block())
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.children():
+            fully_shard(block)
+        fully_shard(model)
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    step = amp.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), clip_grad_norm=1.0)
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(8):
+        x = torch.randn(4, 8, generator=generator)
+        step(x * math.inf if (rank, i) in ((1, 0), (0, 4)) else x, torch.zeros(4, 8))
+    assert all(p.grad is None for p in model.parameters())
+    return {"parameters": [whole(p).detach().clone() for p in model.parameters()], "state": amp.state_dict()}
+
+
 def work(rank: int, kind: str, port: int, out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
@@ -86,6 +108,7 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "num_graphs": len(amp.graphs),
         "observed": observed(rank),
         "observed by region": observed_by_region(rank),
+        "stepped": stepped(rank, kind),
         "health": [(f.kind, f.what, dict(f.evidence)) for f in amp.health()],
     }
     torch.save(facts, out / f"{rank}.pt")
@@ -109,6 +132,15 @@ def test_ranks_skip_together(ranks: list[dict[str, Any]]):
     assert first["stood_still"] == second["stood_still"] == sorted([*BAD, BAD_LOCALLY])
     assert first["state"] == second["state"]
     assert first["state"]["scaling"]["num_skipped"] == len(BAD) + 1
+    for p, q in zip(first["parameters"], second["parameters"], strict=True):
+        assert torch.equal(p, q)
+        assert torch.isfinite(p).all()
+
+
+def test_a_train_step_is_skipped_together(ranks: list[dict[str, Any]]):
+    first, second = (facts["stepped"] for facts in ranks)
+    assert first["state"] == second["state"]
+    assert first["state"]["scaling"]["num_skipped"] == 2
     for p, q in zip(first["parameters"], second["parameters"], strict=True):
         assert torch.equal(p, q)
         assert torch.isfinite(p).all()
