@@ -340,7 +340,7 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     for old in gm.graph.nodes:
         args, kwargs = fx.map_arg((old.args, old.kwargs), mapping.__getitem__)
         new = mapping[old] = _create(graph, old.op, old.target, args, kwargs, name=old.name, type_expr=old.type)
-        new.meta = copy.copy(old.meta)
+        new.meta.update(old.meta)  # in place: to set an attribute of a node is to look the node up
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
     graph.set_codegen(copy.copy(gm.graph._codegen))  # the joint graph's says how its arguments nest
@@ -362,11 +362,12 @@ def _create(
     name: str,
     type_expr: Any = None,
 ) -> fx.Node:
-    """`graph.create_node`, which looks at every leaf of arguments that it is given, and at none of those set afterwards."""
+    """`graph.create_node`, which looks at every leaf of arguments that it is given, and at none of those set afterwards. They
+    are set past the node's own `__setattr__`, which takes it out of an index and puts it back."""
     node = graph.create_node(op, target, name=name, type_expr=type_expr)
-    node.args = args
+    object.__setattr__(node, "args", args)
     if kwargs:
-        node.kwargs = dict(kwargs)
+        object.__setattr__(node, "kwargs", dict(kwargs))
     return node
 
 
