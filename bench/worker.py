@@ -192,7 +192,7 @@ class Server:
             first_ms = run(NUM_COMPILING_STEPS)
             self._steady_ms = run(num_more) / num_more
         compile_s = max(first_ms - NUM_COMPILING_STEPS * self._steady_ms, 0.0) / 1e3
-        losses = [float(x) * workload.num_micro_batches for x in results] if workload.kind == "train" else []
+        losses = [float(x) for x in results] if workload.kind == "train" else []
         first_batch_again = results[(len(results) - 1) // len(batches) * len(batches)]
         return compile_s if self.system.compiler != "none" else None, tuple(losses), first_batch_again
 

@@ -238,7 +238,7 @@ MUTANTS: Final = (
             "widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)",
             "widens = source.dtype != result.dtype",
         ),
-        ("absorb: whatever the strides", "return widens and layout(source) == layout(result)\n", "return widens\n"),
+        ("absorb: whatever the strides", "return widens and same_layout(source, result)\n", "return widens\n"),
         ("absorb: 0-dim operands decide", " and value.dim() > 0\n", "\n"),
         (
             "absorb: sums in the narrow format",

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.joint.layout import can_stand_for, layout
+from fxamp.joint.layout import can_stand_for, same_layout
 from fxamp.joint.movement import can_undo, is_free_constant, moves_in, num_bytes, parts_of, sources, undo
 from fxamp.passes import Change
 
@@ -98,7 +98,7 @@ def _widens(node: fx.Node) -> bool:
     if not (source.is_floating_point() and result.is_floating_point()):
         return False
     widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)
-    return widens and layout(source) == layout(result)
+    return widens and same_layout(source, result)
 
 
 def _may_absorb(user: fx.Node, value: fx.Node) -> bool:

@@ -14,9 +14,17 @@ from torch import fx
 from fxamp import graph
 
 
-def layout(value: torch.Tensor) -> tuple[Any, ...]:
-    """Shape and strides."""
-    return tuple(value.shape), value.stride()
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Have they the same shape and strides? Where sizes are symbols, as far as that is known without asking for it."""
+    return _same((*a.shape, *a.stride()), (*b.shape, *b.stride()))
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    if all(type(size) is int for size in (*a, *b)):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # brings sympy: half a second at import
+
+    return len(a) == len(b) and all(statically_known_true(x == y) for x, y in zip(a, b, strict=True))
 
 
 def is_output(node: fx.Node) -> bool:
@@ -49,9 +57,10 @@ def can_stand_for(node: fx.Node, value: torch.Tensor) -> bool:
     if is_output(node):
         return False
     now = graph.value_of(node)
-    if is_read_by_stride(node) and (layout(value), memory(value)) != (layout(now), memory(now)):
+    is_same = same_layout(value, now)
+    if is_read_by_stride(node) and not (is_same and _same(memory(value), memory(now))):
         return False
-    return layout(value) == layout(graph.value_of(node)) or all(_reads_any(user, node, value) for user in node.users)
+    return is_same or all(_reads_any(user, node, value) for user in node.users)
 
 
 def _reads_any(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
@@ -60,4 +69,4 @@ def _reads_any(user: fx.Node, node: fx.Node, value: torch.Tensor) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or torch.Tag.pointwise not in target.tags:
         return False
     values = [value if operand is node else graph.value_of(operand) for operand in graph.operands(user)]
-    return layout(graph.call_on_fakes(user, values)) == layout(graph.value_of(user))
+    return same_layout(graph.call_on_fakes(user, values), graph.value_of(user))

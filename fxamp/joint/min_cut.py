@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxamp import graph
-from fxamp.joint.layout import is_read_by_stride, layout
+from fxamp.joint.layout import is_read_by_stride, same_layout
 from fxamp.joint.movement import MOVES
 from fxamp.passes import Change
 
@@ -189,7 +189,7 @@ def _carry_out(facts: _Facts, wanted: Mapping[fx.Node, torch.dtype]) -> tuple[in
             if wanted[node] == facts.dtype(node) and all(x is y for x, y in new.items()):
                 continue
             value = graph.call_on_fakes(node, [graph.value_of(new.get(x, x)) for x in graph.operands(node)])
-            if value.dtype == wanted[node] and layout(value) == layout(graph.value_of(node)):
+            if value.dtype == wanted[node] and same_layout(value, graph.value_of(node)):
                 made[node] = graph.insert_like(node, new, value, before=node)
                 continue
         changed = {x: read(x, facts.dtype(x), node) for x in operands if facts.root(x) in made}

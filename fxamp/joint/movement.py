@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.joint.layout import can_stand_for, is_output, is_read_by_stride, layout
+from fxamp.joint.layout import can_stand_for, is_output, is_read_by_stride, same_layout
 from fxamp.passes import Change
 
 _ATEN: Final = torch.ops.aten
@@ -288,7 +288,7 @@ def can_undo(cast: fx.Node, value: torch.Tensor) -> bool:
     if is_output(cast) or is_read_by_stride(cast):  # the compiler may take a copy for nothing
         return False
     with graph.among_fakes(value):
-        return layout(value.clone()) == layout(graph.value_of(cast))
+        return same_layout(value.clone(), graph.value_of(cast))
 
 
 # ---- swapping a cast with a move ----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxamp import graph, ops
-from fxamp.joint.layout import is_view, layout
+from fxamp.joint.layout import is_view, same_layout
 from fxamp.passes import Change
 
 
@@ -69,7 +69,7 @@ def _make_opaque(reader: fx.Node) -> None:
     if reader.target is not torch.ops.aten.clone.default:
         return
     source, value = graph.value_of(reader.all_input_nodes[0]), graph.value_of(reader)
-    if layout(source) == layout(value):
+    if same_layout(source, value):
         graph.retarget(reader, ops.ROUND_TO)
         graph.set_arguments(reader, (reader.args[0], value.dtype), {})
 

@@ -129,6 +129,11 @@ class Attachment:
         for scaler in self._live():
             scaler.stepped(optimizer, overflowed)
 
+    def forgive(self, num_steps: int) -> None:
+        """See `Scaler.forgive`."""
+        if self.num_skipped is not None:
+            self.num_skipped.sub_(num_steps)
+
     @property
     def is_settled(self) -> bool:
         """Has a step been taken, so that state is there, and every later one of the same parameters goes by the route?"""

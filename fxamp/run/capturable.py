@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Final
 
 import torch
@@ -70,3 +70,18 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else id(value)
+
+
+def state_of(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:
+    """Which state each parameter has."""
+    return {p: frozenset(state) for p, state in optimizer.state.items()}
+
+
+def forget_new(optimizer: Optimizer, known: Mapping[Any, frozenset[Any]]) -> bool:
+    """Drops state that has been made since. Was there any?"""
+    new = [(p, key) for p, state in optimizer.state.items() for key in state if key not in known.get(p, ())]
+    for p, key in new:
+        del optimizer.state[p][key]
+    for p in [p for p, state in optimizer.state.items() if not state and p not in known]:
+        del optimizer.state[p]
+    return bool(new)

@@ -1,28 +1,67 @@
 """Low copies of weights that gradients arrive at: what a train step computes with, in place of casting its weights anew.
 
 A weight that a graph reads in one low format alone becomes a leaf of that format. It is written once a step, for all
-micro-batches and graphs together, and its gradient stays low until the update, or until it is added to the others in fp32.
+micro-batches and graphs together, and its gradients stay low until the update, or until they are added up in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxamp import errors
+
 Compiled = Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Leaf:
     """The copy of a weight in one low format."""
 
     weight: Tensor
     low: Tensor
-    """Requires a gradient where the weight does. Always the same tensor, as CUDA graphs read it."""
+    """Requires a gradient where the weight does. The same tensor from step to step, as CUDA graphs read it."""
+    version: int
+    """Autograd's count of writes to the weight, when it was copied."""
+    is_read: bool = False
+    """Has a graph read it since the step began? It may have saved it for its backward."""
+    arrived: list[Tensor] = field(default_factory=list)
+    """Gradients, one for each graph and micro-batch: autograd would add them up in the low format."""
+
+    @staticmethod
+    def of(weight: Tensor, dtype: torch.dtype) -> Leaf:
+        leaf = Leaf(weight=weight, low=torch.empty(()), version=-1)
+        leaf.renew(dtype)
+        return leaf
+
+    def renew(self, dtype: torch.dtype) -> None:
+        """Another tensor, with the numbers of now, beside the one that somebody may still need."""
+        self.low = self.weight.detach().to(dtype).requires_grad_(self.weight.requires_grad)
+        self.version = self.weight._version
+        self._listen(self.low)
+
+    def alias(self) -> Tensor:
+        """The same memory for another reader: autograd adds the gradients of one leaf up in the low format."""
+        another = self.low.detach().requires_grad_(self.low.requires_grad)
+        self._listen(another)
+        return another
+
+    def fits(self) -> bool:
+        """Is it still a copy of a weight like this one?"""
+        return self.low.shape == self.weight.shape and self.low.requires_grad == self.weight.requires_grad
+
+    def _listen(self, low: Tensor) -> None:
+        if low.requires_grad:
+            low.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, low: Tensor) -> None:
+        assert low.grad is not None
+        self.arrived.append(low.grad)
+        low.grad = None
 
 
 class LowLeaves:
@@ -47,44 +86,61 @@ class LowLeaves:
         def call(*args: Any) -> Any:
             given = list(args)
             for i, dtype in wanted:
-                given[i] = self._of(args[i], dtype)
+                given[i] = self._read(args[i], dtype)
             return program(*given)
 
         return call
 
-    def _of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        leaf = self._leaves.get((id(weight), dtype))
-        if leaf is None or leaf.low.shape != weight.shape or leaf.low.requires_grad != weight.requires_grad:
-            low = weight.detach().to(dtype).requires_grad_(weight.requires_grad)
-            leaf = self._leaves[id(weight), dtype] = Leaf(weight=weight, low=low)
-        return leaf.low
+    def _read(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        key = id(weight), dtype
+        leaf = self._leaves.get(key)
+        if leaf is None or not leaf.fits():
+            leaf = self._leaves[key] = Leaf.of(weight, dtype)
+        elif leaf.version != weight._version:  # written since, by the model itself
+            if leaf.is_read:
+                leaf.renew(dtype)
+                leaf.is_read = False
+            else:
+                _copy([leaf])
+        is_first, leaf.is_read = not leaf.is_read, True
+        return leaf.low if is_first else leaf.alias()
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Writes all copies anew, however the weights have changed."""
-        if self._leaves:
-            torch._foreach_copy_([leaf.low.detach() for leaf in self], [leaf.weight.detach() for leaf in self])
+    def begin(self) -> None:
+        """Before a step: forgets what has arrived, and writes all copies anew, however the weights have changed."""
+        self._leaves = {key: leaf for key, leaf in self._leaves.items() if leaf.fits()}
+        self.drop_gradients()
+        for leaf in self:
+            leaf.is_read = False
+        _copy(list(self))
+
+    def refuse_hooks(self) -> None:
+        """Raises: InvalidOption for a hook that was put on a weight since, and would never run."""
+        if not all(map(_has_no_hooks, self._eligible.values())):
+            raise errors.InvalidOption(
+                "a hook was registered on a weight after its train step was made, which computes with a copy of the weight",
+                way_out="Register hooks first, then call amp.train_step(...): such weights are then computed with themselves",
+            )
 
     @torch.no_grad()
     def widen_gradients(self, inverse_scale: Tensor | None) -> None:
         """Moves the gradients of the copies to their weights, in fp32, added to what is there. `inverse_scale`: fp32 [], what
         they are multiplied by; None: they are true."""
-        arrived = [leaf for leaf in self if leaf.low.grad is not None]
+        arrived = [(leaf.weight, gradient) for leaf in self for gradient in leaf.arrived]
         if not arrived:
             return
-        wide = [torch.empty_like(leaf.weight, requires_grad=False) for leaf in arrived]
-        torch._foreach_copy_(wide, [leaf.low.grad for leaf in arrived])  # pyright: ignore[reportArgumentType]
+        wide = [torch.empty_like(weight, requires_grad=False) for weight, _ in arrived]
+        torch._foreach_copy_(wide, [gradient for _, gradient in arrived])
         if inverse_scale is not None:
             torch._foreach_mul_(wide, inverse_scale)
-        for leaf, gradient in zip(arrived, wide, strict=True):
-            leaf.low.grad = None
-            leaf.weight.grad = gradient if leaf.weight.grad is None else leaf.weight.grad.add_(gradient)
+        for (weight, _), gradient in zip(arrived, wide, strict=True):
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Forgets what has arrived."""
         for leaf in self:
-            leaf.low.grad = None
+            leaf.arrived.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +148,18 @@ class LowLeaves:
         return sum(leaf.low.nbytes for leaf in self)
 
 
+@torch.no_grad()
+def _copy(leaves: Sequence[Leaf]) -> None:
+    if leaves:
+        torch._foreach_copy_([leaf.low.detach() for leaf in leaves], [leaf.weight.detach() for leaf in leaves])
+    for leaf in leaves:
+        leaf.version = leaf.weight._version
+
+
 def _is_plain(weight: Tensor) -> bool:
-    """Is it a weight whose gradient nobody but the optimizer waits for? Hooks (DDP's, users') would never run."""
-    hooked = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and not hooked
+    """Is it a weight whose gradient nobody but the optimizer waits for?"""
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and _has_no_hooks(weight)
+
+
+def _has_no_hooks(weight: Tensor) -> bool:
+    return not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))

@@ -196,6 +196,10 @@ class Scaler:
         """See `judge`."""
         self._attached[optimizer].took(optimizer, bad)
 
+    def forgive(self, optimizer: Optimizer, num_steps: int) -> None:
+        """So many attempts that were left out were no steps of their own."""
+        self._attached[optimizer].forgive(num_steps)
+
     def read_skipped(self, optimizer: Optimizer) -> int:
         """Steps of an attached optimizer left out so far. Waits for the device."""
         skipped = self._attached[optimizer].num_skipped

@@ -16,11 +16,16 @@ class SteppedSchedule:
         self._attachment = attachment
         self._mailbox = Mailbox()
         self._num_calls = self._num_steps = 0
+        skipped = attachment.num_skipped
+        self._skipped_before = None if skipped is None else skipped.clone()
+        """By the optimizer, when this began to count."""
 
     def step(self, *args: Any) -> None:
         """Steps the scheduler, unless the optimizer has stood still since."""
         self._num_calls += 1
         skipped = self._attachment.num_skipped
+        if skipped is not None and self._skipped_before is not None:
+            skipped = skipped - self._skipped_before
         known = self._mailbox.post(skipped) if skipped is not None else None
         if self._num_steps < self._num_calls - (0 if known is None else int(known)):
             self._num_steps += 1

@@ -8,6 +8,7 @@ nothing can be recorded, the same loop runs as it is.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import weakref
 from collections import Counter
@@ -66,6 +67,8 @@ class Task:
                 loss = loss_fn(model(*batch[:-1], **named), batch[-1])
             return loss if share == 1.0 else loss * share
 
+        # Dynamo counts recompilations by code object: all train steps of a process would share one limit.
+        objective.__code__ = objective.__code__.replace(co_name=f"objective_of_{type(model).__name__}")
         return objective
 
     def modules(self) -> list[nn.Module]:
@@ -91,18 +94,18 @@ class Batch:
                 "a tensor of the batch requires a gradient, which a recorded step could not hand out",
                 way_out="Give x.detach(), or use a plain training loop",
             )
+        strange = next((x for x in leaves if not isinstance(x, (Tensor, *_CONSTANTS))), None)
+        if strange is not None:
+            raise errors.InvalidOption(
+                f"an argument of the step holds a {type(strange).__name__}, in which nobody would see a change",
+                way_out="Give tensors, numbers, strings or None, or tuples, lists and dicts of them",
+            )
         return Batch(tensors=tensors, others=tuple(_A_TENSOR if isinstance(x, Tensor) else x for x in leaves), spec=spec)
 
     def key(self) -> Hashable:
-        """Equal for batches that one recording serves. Raises: InvalidOption for arguments that cannot be compared."""
+        """Equal for batches that one recording serves."""
         layouts = tuple((x.shape, x.stride(), x.dtype) for x in self.tensors)
-        try:
-            hash(self.others)
-        except TypeError:
-            raise errors.InvalidOption(
-                "an argument of the step is neither a tensor nor hashable", way_out="Give tensors, numbers, strings or None"
-            ) from None
-        return layouts, self.others, str(self.spec)
+        return layouts, tuple((type(x), repr(x)) for x in self.others), str(self.spec)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in place of its own."""
@@ -125,8 +128,16 @@ class Batch:
         return [self.arguments(part) for part in zip(*split, strict=True)]
 
 
-_A_TENSOR: Final = object()
-"""Stands for a tensor among the arguments."""
+class _ATensor:
+    """Stands for a tensor among the arguments."""
+
+    def __repr__(self) -> str:
+        return "tensor"
+
+
+_A_TENSOR: Final = _ATensor()
+_CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+"""What an argument may be beside a tensor."""
 
 
 @dataclass(kw_only=True)
@@ -189,7 +200,6 @@ class TrainStep:
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
         self._modules = task.modules()
-        self._parameters = skipping.parameters(task.optimizer)
         self._device = self._parameters[0].device
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
@@ -213,10 +223,16 @@ class TrainStep:
             self._stream, self._pool = _stream_of(self._device), torch.cuda.graph_pool_handle()
         if self._on_cuda and not update.why_not(task.optimizer):
             self._update = FusedUpdate(task.optimizer)
-        self._room = None if self._update is None else self._update.reserve()
-        self._num_recordings = self._num_replayed = self._num_skipped = 0
+        self._room: Tensor | None = None
+        """Of the step that is being recorded."""
+        self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._is_closed = False
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """Those of the optimizer now: groups may be added."""
+        return skipping.parameters(self._task.optimizer)
 
     # ---- what people call -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -230,9 +246,15 @@ class TrainStep:
         if self._is_closed:
             raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
         batch = Batch.of(args, kwargs)
+        self._leaves.refuse_hooks()
+        if not self._retries:
+            loss = self._step(batch)
+            self._precisions.end_step()
+            return loss
+        before = self._read_skipped()
         loss = self._step(batch)
         self._precisions.end_step()
-        return self._retry(batch, loss) if self._retries else loss
+        return self._retry(batch, loss, before)
 
     def summary(self) -> StepSummary:
         """How the calls ran. Waits for nothing."""
@@ -271,8 +293,8 @@ class TrainStep:
                 shape.num_warm += 1
                 return self._plain(batch, "warming up")
             self._record_all(batch, shape)
-            if self._why_plain:
-                return self._plain(batch, self._why_plain)
+            if self._why_plain or place not in shape.recordings:
+                return self._plain(batch, self._why_plain or "warming up")
         recording = shape.recordings[place]
         if shape.inputs:
             torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
@@ -304,7 +326,7 @@ class TrainStep:
         """The plain loop. Nothing of it waits, once the optimizer has its state."""
         task, total = self._task, None
         self._drop_gradients()
-        self._leaves.refresh()
+        self._leaves.begin()
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
         for args, kwargs in batch.parts(tensors, task.accumulate):
@@ -323,7 +345,8 @@ class TrainStep:
     @torch.no_grad()
     def _take(self, inverse: Tensor | None) -> None:
         """The update, with the gradients that have arrived."""
-        gradients = self._gradients() if self._update is not None and self._has_state() else []
+        takes_all = self._update is not None and self._has_state() and not update.why_not(self._task.optimizer)
+        gradients = self._gradients() if takes_all else []
         if self._update is None or not gradients or not self._update.takes(gradients):
             self._leaves.widen_gradients(inverse)
             if self._task.clip_grad_norm is not None:
@@ -332,11 +355,10 @@ class TrainStep:
             return
         optimizer = self._task.optimizer
         bad = torch.zeros((), device=self._device) if self._scaler is None else self._scaler.judge(optimizer)
-        assert self._room is not None
         self._update.launch(
             gradients,
             self._rates.tensors,
-            self._room,
+            self._update.reserve() if self._room is None else self._room,
             inverse_scale=torch.ones((), device=self._device) if inverse is None else inverse,
             clip=self._task.clip_grad_norm,
             overflowed=bad,
@@ -346,15 +368,15 @@ class TrainStep:
 
     def _gradients(self) -> list[Gradient]:
         """What each parameter is updated by: a low gradient where it has no other."""
-        low = [leaf for leaf in self._leaves if leaf.low.grad is not None]
-        alone = {id(leaf.weight): leaf for leaf in low if leaf.weight.grad is None}
+        low = [leaf for leaf in self._leaves if leaf.arrived]
+        alone = {id(leaf.weight): leaf for leaf in low if leaf.weight.grad is None and len(leaf.arrived) == 1}
         if len(alone) < len(low):
-            return []  # a weight that is read in two formats
+            return []  # a weight that is read in two formats, or by two graphs
         return [
             Gradient(parameter=p, gradient=gradient, is_scaled=leaf is not None and self._scaler is not None)
             for p in self._parameters
             for leaf in (alone.get(id(p)),)
-            if (gradient := p.grad if leaf is None else leaf.low.grad) is not None
+            if (gradient := p.grad if leaf is None else leaf.arrived[0]) is not None
         ]
 
     def _drop_gradients(self) -> None:
@@ -365,11 +387,19 @@ class TrainStep:
                 if p is not None:
                     p.grad = None
 
-    def _retry(self, batch: Batch, loss: Tensor) -> Tensor:
-        """A step that was left out, again, in ever higher precision. Returns the loss of the last attempt."""
+    def _retry(self, batch: Batch, loss: Tensor, num_skipped: int) -> Tensor:
+        """A step that was left out, again, in ever higher precision. Returns the loss of the last attempt. A step is left out
+        once at most, however often it was tried."""
         with self._precisions.kept():
-            while self._read_was_skipped() and self._precisions.climb():
+            num_failed = 0
+            while self._read_skipped() > num_skipped + num_failed:
+                num_failed += 1
+                if not self._precisions.climb():
+                    num_failed -= 1  # the step is lost
+                    break
                 loss = self._step(batch)
+        if self._scaler is not None and num_failed:
+            self._scaler.forgive(self._task.optimizer, num_failed)
         return loss
 
     def _has_state(self) -> bool:
@@ -378,12 +408,9 @@ class TrainStep:
             return self._scaler.is_settled(self._task.optimizer)
         return bool(self._task.optimizer.state) or sum(self._num_plain.values()) > 1
 
-    def _read_was_skipped(self) -> bool:
-        """Was the step left out? Waits for the device: the price of on_overflow="retry"."""
-        if self._scaler is None:
-            return False
-        before, self._num_skipped = self._num_skipped, self._scaler.read_skipped(self._task.optimizer)
-        return self._num_skipped > before
+    def _read_skipped(self) -> int:
+        """Steps left out so far. Waits for the device: the price of on_overflow="retry"."""
+        return 0 if self._scaler is None else self._scaler.read_skipped(self._task.optimizer)
 
     # ---- recording ------------------------------------------------------------------------------------------------------
     def _look_around(self) -> None:
@@ -422,7 +449,10 @@ class TrainStep:
                     place = self._place()
                     if place not in shape.recordings:
                         self._warm(batch, shape)
-                        shape.recordings[place] = self._record(batch, shape)
+                        recording = self._record(batch, shape)
+                        if recording is None:
+                            return
+                        shape.recordings[place] = recording
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             self._forget_half_a_step()
             if self._must_record:
@@ -444,17 +474,20 @@ class TrainStep:
                 self._update.load({torch.float32, *(leaf.low.dtype for leaf in self._leaves)}, self._rates.tensors)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def _record(self, batch: Batch, shape: _Shape) -> _Recording:
-        graph, usual = torch.cuda.CUDAGraph(), self._room
+    def _record(self, batch: Batch, shape: _Shape) -> _Recording | None:
+        """None: the optimizer has made state, which each replay would make anew. A step that is not recorded has to."""
+        graph, known = torch.cuda.CUDAGraph(), capturable.state_of(self._task.optimizer)
         room = self._room = None if self._update is None else self._update.reserve()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 loss = self._launch(batch, shape.inputs)
         finally:
-            self._room = usual
+            self._room = None
         if self._update is not None:
             self._update.fill()
+        if capturable.forget_new(self._task.optimizer, known):
+            return None
         self._num_recordings += 1
         return _Recording(graph=graph, loss=loss, room=room)
 

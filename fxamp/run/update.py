@@ -38,6 +38,9 @@ def why_not(optimizer: Optimizer) -> str:
     """Why our kernels cannot take the steps of an optimizer; "" if they can."""
     if type(optimizer) not in KINDS:
         return f"{type(optimizer).__name__} has no kernel of fxamp's"
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(not (getattr(hook, "__module__", None) or "").startswith("fxamp.") for of in hooks for hook in of.values()):
+        return "a hook on its steps would not run"
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
@@ -60,6 +63,10 @@ class FusedUpdate:
 
     def takes(self, gradients: Iterable[Gradient]) -> bool:
         """Are these gradients, and what is updated by them, as the kernels need them?"""
+        gradients = list(gradients)
+        group_of = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        if not all(self._has_state(g.parameter, group_of[id(g.parameter)]) for g in gradients):
+            return False
         return all(
             t.data_ptr() % ALIGNMENT_BYTES == 0 and t.stride() == g.parameter.stride() and t.is_cuda
             for g in gradients
@@ -151,6 +158,13 @@ class FusedUpdate:
         numbers = beta1, beta2, 1 - beta1, 1 - beta2, *logs, group["eps"], group["weight_decay"]
         is_decoupled = isinstance(self._optimizer, optim.AdamW) or group.get("decoupled_weight_decay", False)
         return self._kernels.adam, numbers, {"DECOUPLED": is_decoupled}
+
+    def _has_state(self, parameter: Tensor, group: Mapping[str, Any]) -> bool:
+        """Is the state there that a kernel reads and writes?"""
+        of_sgd = ("momentum_buffer",) if group.get("momentum") else ()
+        needed = of_sgd if "momentum" in group else ("exp_avg", "exp_avg_sq", "step")
+        state = self._optimizer.state.get(parameter, {})
+        return all(isinstance(state.get(name), Tensor) for name in needed)
 
     def _states(self, parameter: Tensor) -> list[Tensor]:
         state = self._optimizer.state.get(parameter, {})

@@ -82,7 +82,7 @@ def test_build_time_and_forget():
 
 
 def test_losses_of_micro_batches_are_of_the_same_size(monkeypatch):
-    """The step divides the loss by the number of micro-batches; what is reported is the loss itself."""
+    """The loss of a step is the mean of its micro-batches'."""
     find = workloads.find
     monkeypatch.setattr(workloads, "find", lambda name: replace(find(name), num_loss_steps=4))
     whole, parts = (

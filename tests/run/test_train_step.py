@@ -223,12 +223,132 @@ def test_batches_are_told_apart():
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
     assert Batch.of((torch.ones(4, 2), y), {}).key() == keys[0]
-    with pytest.raises(errors.InvalidOption, match="hashable"):
-        Batch.of((x, object.__new__(_Unhashable)), {}).key()
+    others = [Batch.of((x, other), {}).key() for other in (1, True, 1.0, 0.0, -0.0, False, "1", None, torch.float32)]
+    assert len(set(others)) == len(others)
+    with pytest.raises(errors.InvalidOption, match="holds a object, in which nobody would see a change"):
+        Batch.of((x, object()), {})
 
 
-class _Unhashable:
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+# ---- beside the plain loop, where it is easy to go wrong --------------------------------------------------------------
+@torch._dynamo.disable
+def through(x: Tensor) -> Tensor:
+    """A graph break."""
+    return x.clone()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return through(x + 0.1 * torch.tanh(self.f(x)))
+
+
+class Repeated(nn.Module):
+    """One weight that many graphs read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*[Block()] * 20), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class Clamped(nn.Module):
+    """Writes a weight between two graphs that read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.o = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = through(self.o(F.relu(self.f(x))).detach())
+        with torch.no_grad():
+            self.o.weight.clamp_(-0.05, 0.05)
+        return h + self.o(through(F.relu(self.f(x))))
+
+
+@pytest.mark.parametrize("kind", [Repeated, Clamped])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_of_several_graphs(kind: type[nn.Module], precision: str):
+    """Their gradients are added up in fp32, and what the model writes is seen: as near fp32 as the plain loop."""
+    results = []
+    for is_step, of in ((True, precision), (False, precision), (False, "fp32")):
+        torch.manual_seed(0)
+        model, amp = kind(), fxamp.Amp(precision=of, lower="aot_eager")
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        step = amp.train_step(model, nn.MSELoss(), optimizer) if is_step else by_hand(model, optimizer, amp)
+        losses = [step(x, y) for x, y in batches(CPU, 3)]
+        results.append(torch.cat([t.flatten() for t in (*state_of(model, optimizer), torch.stack(losses))]))
+    stepped, plain, exact = results
+    print((stepped - exact).norm(), (plain - exact).norm())
+    assert 0 < (stepped - exact).norm() < 1.5 * (plain - exact).norm()
+
+
+def test_a_hook_that_would_not_run_is_refused():
+    model, optimizer, amp = made(CPU, precision="bf16")
+    step = amp.train_step(model, nn.MSELoss(), optimizer)
+    x, y = next(batches(CPU, 1))
+    step(x, y)
+    handle = model.last.weight.register_hook(lambda g: g * 0)  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+    with pytest.raises(errors.InvalidOption, match="a hook was registered on a weight"):
+        step(x, y)
+    handle.remove()
+    step(x, y)
+
+
+def test_groups_that_join_later_are_clipped_and_stepped():
+    results = []
+    for is_step in (True, False):
+        torch.manual_seed(0)
+        model, amp = mlp(8, 16, 4), fxamp.Amp(precision="bf16", lower="aot_eager")
+        optimizer = optim.SGD(model[0].parameters(), lr=0.1)
+        step = amp.train_step(model, nn.MSELoss(), optimizer, clip_grad_norm=0.05) if is_step else None
+        for i, (x, y) in enumerate(batches(CPU, 4)):
+            if i == 2:
+                optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.5})
+            if step is not None:
+                step(x, y)
+                continue
+            F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+            optimizer.step()
+            model.zero_grad()
+        results.append([p.detach() for p in model.parameters()])
+    assert same(*results)
+
+
+def test_many_steps_in_one_process():
+    """Dynamo's limit of recompilations is one step's own."""
+    for _ in range(10):
+        model, optimizer, amp = made(CPU, precision="bf16")
+        step = amp.train_step(model, nn.MSELoss(), optimizer)
+        for x, y in batches(CPU, 1):
+            step(x, y)
+        assert len(amp.graphs) == 1
+
+
+def test_skips_of_others_are_not_retried_and_schedules_count_steps():
+    torch.manual_seed(0)
+    model = mlp(8, 16, 4)
+    optimizer = optim.SGD(model.parameters(), lr=1e-15)
+    amp = fxamp.Amp(ladder=("fp16", "fp32"), on_overflow="retry", lower="aot_eager")
+    first = amp.train_step(model, nn.MSELoss(), optimizer)
+    second = amp.train_step(model, nn.MSELoss(), optimizer)
+    x, y = next(batches(CPU, 1))
+    first(math.inf * x, y)  # lost in any precision
+    schedule = amp.when_stepped(optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1e-15 * (n + 1)))
+    calls = amp.graphs
+    for factor in (1.0, 1e6, 1.0):  # the second overflows fp16, and is rescued
+        second(factor * x, y)
+        schedule.step()
+    assert len(amp.graphs) == len(calls) + 1
+    assert schedule.schedule.last_epoch == 3
+    second(math.inf * x, y)
+    schedule.step()
+    assert schedule.schedule.last_epoch == 3
 
 
 def twice(step: TrainStep, model: nn.Module, amp: fxamp.Amp, run: Callable[[], list[Tensor]]) -> bool:
