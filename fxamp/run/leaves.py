@@ -142,11 +142,6 @@ class LowLeaves:
         for leaf in self:
             leaf.arrived.clear()
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the copies."""
-        return sum(leaf.low.nbytes for leaf in self)
-
 
 @torch.no_grad()
 def _copy(leaves: Sequence[Leaf]) -> None:

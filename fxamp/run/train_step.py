@@ -240,8 +240,8 @@ class TrainStep:
 
         Args: as `Amp.train_step` says. Tensors are copied to the device of the model, without a wait where they are there
         or pinned.
-        Raises: InvalidOption for a batch that cannot be split, requires a gradient, or is not hashable where it is no
-        tensor; after `close()`.
+        Raises: InvalidOption for a batch that cannot be split, requires a gradient, or holds something else than tensors,
+        numbers, strings and None; for hooks on weights that are younger than the step; after `close()`.
         """
         if self._is_closed:
             raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
