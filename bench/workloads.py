@@ -280,6 +280,17 @@ def _llamas() -> list[Workload]:
         _llama(8192, num_layers=2, batch_size=2),
         replace(
             large,
+            name="llama-4096-accumulate",
+            about="6 Llama layers of hidden size 4096, 32 heads, 8 micro-batches of B1 T1024",
+            model=lambda: llama(4096, num_layers=6, num_positions=1024),
+            batch=hidden_states(1, 1024, 4096),
+            num_items=1024,
+            num_micro_batches=8,
+            num_loss_steps=10,
+            is_extra=True,
+        ),
+        replace(
+            large,
             name="llama-4096-causal",
             about="6 Llama layers of hidden size 4096 written by hand, with is_causal=True for attention, B4 T2048",
             model=lambda: LlamaStack(width=4096, num_heads=32, num_layers=6, num_positions=2048),
@@ -328,8 +339,8 @@ def _encoders() -> list[Workload]:
     ]
 
 
-def _resnet() -> Workload:
-    return Workload(
+def _resnets() -> list[Workload]:
+    base = Workload(
         name="resnet50",
         about="ResNet-50, B256, channels_last",
         size="full",
@@ -341,6 +352,14 @@ def _resnet() -> Workload:
         is_channels_last=True,
         learning_rate=1e-3,
     )
+    as_written = replace(
+        base,
+        name="resnet50-nchw",
+        about="ResNet-50, B256, NCHW: model and images in the layout that PyTorch gives them",
+        is_channels_last=False,
+        is_extra=True,
+    )
+    return [base, as_written]
 
 
 def _small() -> list[Workload]:
@@ -448,7 +467,8 @@ def all_workloads() -> dict[str, Workload]:
     tiny, mlp = _launch_bound()
     gpt2, *more_gpt2 = _gpt2()
     *llamas, decode = _llamas()
-    full = [tiny, gpt2, _resnet(), llamas[0], decode, *more_gpt2, *_encoders(), *llamas[1:], mlp]
+    resnet, *more_resnets = _resnets()
+    full = [tiny, gpt2, resnet, llamas[0], decode, *more_gpt2, *_encoders(), *llamas[1:], *more_resnets, mlp]
     return {w.name: w for w in (*full, *_small())}
 
 
