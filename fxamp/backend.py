@@ -347,6 +347,7 @@ class Amp:
             scaler=self._scaler,
             precisions=self._precisions,
             retries=self.options.on_overflow == "retry",
+            refuse_frozen=self._weights.refuse_gradients,
             note=self._note,
             wish=self.options.cuda_graphs,
         )

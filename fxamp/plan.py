@@ -467,7 +467,7 @@ class _Planner:
             return "writes into out="
         if any(isinstance(a, torch.dtype) for a in graph.constants(node)):
             return "names a dtype"
-        if facts.op == "einsum" and not _contracts(node):
+        if not _contracts(node, facts.op, operands):
             return "contracts nothing: it only moves or multiplies values"
         if not self._has_kernel(facts.op, low):
             return f"has no {formats.name(low)} kernel on {self.captured.device.type}"
@@ -654,9 +654,22 @@ _FOLLOWING: Final = (OpClass.FOLLOW, OpClass.WIDEST)
 
 
 # ---- helpers without state ----------------------------------------------------------------------------------------------
-def _contracts(node: fx.Node) -> bool:
+def _contracts(node: fx.Node, op: str | None, operands: Sequence[fx.Node]) -> bool:
+    """Is anything summed? Outer products are not: they are made for positions and angles, which a low format would spoil, and
+    no matrix unit is any faster at them. A layer with one input is a layer all the same."""
+    if op == "einsum":
+        return _has_summed_label(node)
+    if op == "addr":
+        return False
+    if op not in ("matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm") or len(operands) < 2:
+        return True
+    size = graph.value_of(operands[-2]).shape[-1]
+    return type(size) is not int or size != 1
+
+
+def _has_summed_label(einsum: fx.Node) -> bool:
     """Does an einsum sum over a label that two of its operands have?"""
-    equation = node.args[0]
+    equation = einsum.args[0]
     if not isinstance(equation, str):
         return True  # the form with lists of labels; rare, and treated as autocast would
     inputs, arrow, output = equation.replace(" ", "").partition("->")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch._dynamo.config as dynamo_config
@@ -192,6 +194,23 @@ def test_rotary_positions_by_einsum_are_exact():
         return torch.einsum("i,j->ij", torch.arange(300.0), frequencies).sin()
 
     same(fn, torch.tensor([1.0, 0.3, 0.01]), tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        lambda f, t: f[None, :, None].expand(2, -1, 1) @ t[None, None, :].expand(2, 1, -1),  # as transformers writes it
+        lambda f, t: torch.bmm(f[None, :, None], t[None, None, :]),
+        lambda f, t: torch.mm(f[:, None], t[None, :]),
+        lambda f, t: torch.outer(f, t),
+        lambda f, t: torch.addmm(torch.zeros(1), f[:, None], t[None, :]),
+        lambda f, t: torch.addr(torch.zeros(3, 300), f, t),
+        lambda f, t: torch.baddbmm(torch.zeros(1), f[None, :, None], t[None, None, :]),
+        lambda f, t: f[:, None] @ t[None, :],
+    ],
+)
+def test_rotary_positions_by_an_outer_product_are_exact(angles: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+    same(lambda f: angles(f, torch.arange(300.0)).sin(), torch.tensor([1.0, 0.3, 0.01]), tol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,17 @@ def test_a_capture_of_ones_own_reads_the_weights():
         torch.testing.assert_close(out, expected(model, x), atol=0.2, rtol=2e-2)
 
 
+def test_a_train_step_refuses_frozen_weights():
+    model = layers()
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = amp.train_step(model, lambda out, _: out.square().mean(), optim.SGD(model.parameters(), lr=0.1))
+    with amp.freeze(model), pytest.raises(errors.FrozenWeights, match="gradients on"):
+        step(X, X)
+    with amp.freeze(model[0]), pytest.raises(errors.FrozenWeights, match="gradients on"):
+        step(X, X)
+    step(X, X)
+
+
 @pytest.mark.gpu
 def test_between_recorded_steps():
     """Their replays write weights by address; the copies are anew all the same, and a frozen model does not train."""
@@ -396,5 +407,5 @@ def test_between_recorded_steps():
         with torch.no_grad(), amp.freeze(model):
             torch.testing.assert_close(run(x), expected(model, x), atol=0.2, rtol=2e-2)
     assert step.summary().num_replayed > 0
-    with amp.freeze(model), pytest.raises(BackendCompilerFailed, match="FrozenWeights"):
+    with amp.freeze(model), pytest.raises(errors.FrozenWeights, match="gradients on"):
         step(x, x)

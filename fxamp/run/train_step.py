@@ -187,6 +187,7 @@ class TrainStep:
         scaler: Scaler | None,
         precisions: Precisions,
         retries: bool,
+        refuse_frozen: Callable[[Sequence[Tensor]], None],
         note: Callable[[str], None],
         wish: str | bool,
     ) -> None:
@@ -199,6 +200,7 @@ class TrainStep:
             )
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
+        self._refuse_frozen = refuse_frozen
         self._modules = task.modules()
         self._device = self._parameters[0].device
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
@@ -241,12 +243,14 @@ class TrainStep:
         Args: as `Amp.train_step` says. Tensors are copied to the device of the model, without a wait where they are there
         or pinned.
         Raises: InvalidOption for a batch that cannot be split, requires a gradient, or holds something else than tensors,
-        numbers, strings and None; for hooks on weights that are younger than the step; after `close()`.
+        numbers, strings and None; for hooks on weights that are younger than the step; after `close()`. FrozenWeights where
+        `Amp.freeze` holds a weight.
         """
         if self._is_closed:
             raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
         batch = Batch.of(args, kwargs)
         self._leaves.refuse_hooks()
+        self._refuse_frozen(self._parameters)
         if not self._retries:
             loss = self._step(batch)
             self._precisions.end_step()
@@ -301,6 +305,7 @@ class TrainStep:
         self._rates.refresh()
         recording.graph.replay()
         self._num_replayed += 1
+        self._task.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what learning-rate schedules ask
         if self._scaler is not None:
             self._scaler.ask_for_floor()
         return recording.loss.clone()
@@ -455,6 +460,8 @@ class TrainStep:
                         shape.recordings[place] = recording
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             self._forget_half_a_step()
+            if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+                raise  # what cannot be compiled does not run as it is either
             if self._must_record:
                 raise errors.CudaGraphsUnavailable(
                     f"cuda_graphs='require', and the training step cannot be recorded: {error}",
