@@ -8,7 +8,7 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal

@@ -460,7 +460,9 @@ class TrainStep:
                         shape.recordings[place] = recording
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             self._forget_half_a_step()
-            if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            from torch._dynamo.exc import TorchDynamoException
+
+            if isinstance(error, TorchDynamoException):
                 raise  # what cannot be compiled does not run as it is either
             if self._must_record:
                 raise errors.CudaGraphsUnavailable(
