@@ -32,8 +32,10 @@ REPLAYING_MODES: Final = ("reduce-overhead", "max-autotune")
 """Modes in which Inductor records CUDA graphs."""
 
 
-RELAXED: Final = ("attention_masks",)
+RELAXED: Final = ("attention_masks", "padded_logits")
 """Of fxamp's RELAXED passes, those that the `-relaxed` systems ask for."""
+
+_RELAXING: Final = " and ".join(RELAXED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,7 @@ def _fxamp() -> list[System]:
         for mode in modes[precision]
     ]
     calls += [
-        replace(call, name=call.name.replace("bf16", "bf16-relaxed"), about=f"{call.about}, attention_masks", relaxed=RELAXED)
+        replace(call, name=call.name.replace("bf16", "bf16-relaxed"), about=f"{call.about}, {_RELAXING}", relaxed=RELAXED)
         for call in calls
         if call.name in ("fxamp-bf16", "fxamp-bf16-reduce-overhead")
     ]
@@ -179,7 +181,7 @@ def _fxamp() -> list[System]:
         for precision in ("bf16", "fp16", "fp8")
     ]
     relaxed_step = replace(
-        steps[0], name="fxamp-bf16-relaxed-train-step", about=f"{steps[0].about}, attention_masks", relaxed=RELAXED
+        steps[0], name="fxamp-bf16-relaxed-train-step", about=f"{steps[0].about}, {_RELAXING}", relaxed=RELAXED
     )
     return [*calls, *steps, relaxed_step]
 

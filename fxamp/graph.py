@@ -43,6 +43,9 @@ REGION: Final = "fxamp_region"
 MEMORY: Final = "fxamp_memory"
 """Key under `node.meta` of the memory that a value lies in since a pass moved it; its fake tensor tells the old story."""
 
+PLAIN: Final = (FakeTensor, torch.nn.Parameter)
+"""Types of a value that is a tensor and nothing more."""
+
 DYNAMO_CAST: Final = torch.ops.aten.to.dtype
 JOINT_CAST: Final = torch.ops.prims.convert_element_type.default
 
@@ -413,15 +416,29 @@ def insert_saturation(value: fx.Node, dtype: torch.dtype, *, before: fx.Node) ->
     ops = torch.ops.aten
 
     def put(name: str, target: Any, *args: Any) -> fx.Node:
-        with before.graph.inserting_before(before):
-            node = before.graph.create_node("call_function", target, args, name=f"{value.name.rstrip('_')}_{name}")
-        node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
-        node.meta["example_value"] = call_on_fakes(node, [value_of(x) for x in operands(node)])
-        return node
+        return insert_call(target, args, before=before, name=f"{value.name.rstrip('_')}_{name}")
 
     infinite = put("infinite", ops.isinf.default, value)
     cut = put("cut", ops.clamp.default, value, info.min, info.max)
     return put("saturated", ops.where.self, infinite, value, cut)
+
+
+def insert_call(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    before: fx.Node,
+    name: str | None = None,
+) -> fx.Node:
+    """Puts a call in front of `before` in a Dynamo graph, at the same line of the user's, and in the same module."""
+    with before.graph.inserting_before(before):
+        node = before.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
+    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
+    values = [value_of(x) for x in operands(node)]
+    with among_fakes([*values, value_of(before)]):
+        node.meta["example_value"] = call(node, values)
+    return node
 
 
 def insert_contiguous(value: fx.Node, order: Sequence[int], *, before: fx.Node) -> fx.Node:

@@ -480,7 +480,7 @@ class _Planner:
         for tensor in tensors:
             if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != TRACED:
                 return f"a value is {formats.name(tensor.dtype)} in the user's program"
-            if type(tensor) not in (FakeTensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            if type(tensor) not in graph.PLAIN or tensor.layout != torch.strided:
                 return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
         return None
 

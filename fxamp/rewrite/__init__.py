@@ -15,6 +15,7 @@ from fxamp.rewrite.following import MarkFollowing
 from fxamp.rewrite.lower import LowerOperations
 from fxamp.rewrite.masks import ReplaceMasks
 from fxamp.rewrite.out_of_place import OutOfPlace
+from fxamp.rewrite.padding import PadLogits
 from fxamp.rewrite.roundings import MarkRoundings
 from fxamp.rewrite.strided import DenseReads
 from fxamp.rewrite.weights import TakeLowWeights, taken
@@ -28,7 +29,9 @@ NORMALIZE: Final[tuple[Pass, ...]] = (
 )
 """Passes before the plan is made: the same program, in a form that leaves the plan more freedom."""
 
-RELAXED: Final[Mapping[str, Pass]] = MappingProxyType({"attention_masks": ReplaceMasks()})
+RELAXED: Final[Mapping[str, Pass]] = MappingProxyType(
+    {"attention_masks": ReplaceMasks(), "padded_logits": PadLogits()}
+)
 """Passes before the plan that change numerics, by the name that asks for each."""
 
 

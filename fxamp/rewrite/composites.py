@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
 from fxamp import capture, graph, optable
 from fxamp.passes import Change, Kept
@@ -75,7 +74,7 @@ def _parts(node: fx.Node, region: capture.Region) -> fx.GraphModule | str:
     tensors = graph.tensors_of(values)
     if any(torch.is_autocast_enabled(t.device.type) for t in tensors):
         return "inside ambient autocast"
-    if any(type(t) not in (FakeTensor, torch.nn.Parameter) for t in tensors):
+    if any(type(t) not in graph.PLAIN for t in tensors):
         return "a value is more than a plain tensor"
     if node.kwargs.get("out") is not None:
         return "writes into out="
