@@ -601,6 +601,7 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
         changes=(*shared.normalized, *changes),
         joint_record=program.record,
         coverage=program.coverage if shared.replay.on else Coverage(off=shared.replay.reason),
+        lower=options.lower,
         notes=(*notes, str(shared.replay)),
     )
     return record, program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -206,6 +207,8 @@ def _aot_eager(
     """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are."""
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
+
+    importlib.import_module("torch._inductor.lowering")  # decompositions of pooling look it up, and import it nowhere
 
     def optimize(joint_gm: fx.GraphModule) -> None:
         for step, _ in steps:

@@ -13,7 +13,8 @@ from torch import fx
 from fxamp import errors, graph
 from fxamp.capture import Captured
 from fxamp.coverage import Coverage, Replay
-from fxamp.explain import leaks, text
+from fxamp.explain import fast_paths, leaks, text
+from fxamp.explain.fast_paths import FastPath
 from fxamp.explain.leaks import Leak
 from fxamp.graph import Cast
 from fxamp.joint.record import JointRecord
@@ -41,6 +42,8 @@ class VariantRecord:
     """What each pass on the Dynamo graph did."""
     joint_record: JointRecord = field(repr=False)
     coverage: Coverage = field(repr=False)
+    lower: str = "inductor"
+    """What compiled it, as of `Options`."""
     notes: tuple[str, ...]
     """What was not lowered, not captured in a CUDA graph, or fell back, and why."""
 
@@ -92,6 +95,11 @@ class VariantRecord:
     def leaks(self) -> tuple[Leak, ...]:
         """Where a low value meets a wider one, and the result is wide."""
         return leaks.find(self.captured, self.plan)
+
+    @property
+    def fast_paths(self) -> tuple[FastPath, ...]:
+        """Each matrix product, convolution and attention: can the fast kernels of CUDA take it, and if not, why?"""
+        return fast_paths.find(self.captured, self.plan, self.dynamo, lower=self.lower)
 
     def text(self, stage: Stage = "dynamo") -> str:
         """One stage as readable text.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
 from fxamp.coverage import Replay
+from fxamp.explain.fast_paths import FastPath
 from fxamp.explain.leaks import Leak
 from fxamp.explain.record import GraphRecord, VariantRecord
 from fxamp.explain.rules import RuleUse
@@ -24,6 +25,10 @@ WIDTH_CHARACTERS: Final = 110
 
 MAX_LEAKS: Final = 12
 """Places that a printed report shows. A model has hundreds of additions to its residual stream."""
+
+
+MAX_FAST_PATHS: Final = 16
+"""Rows of fast paths that a printed report shows; those that were missed come first."""
 
 
 MAX_CHANGES: Final = 12
@@ -86,6 +91,12 @@ class Report:
         """Promotion leaks, over all graphs: where a low value meets a wider one, and the result is wide."""
         return tuple(leak for v in self.variants for leak in v.leaks)
 
+    @property
+    def fast_paths(self) -> tuple[FastPath, ...]:
+        """Each matrix product, convolution and attention, over all graphs: can the fast kernels of CUDA take it, and if not,
+        why, at which line, and what to change?"""
+        return tuple(path for v in self.variants for path in v.fast_paths)
+
     def __str__(self) -> str:
         from rich.console import Console
 
@@ -100,6 +111,9 @@ class Report:
         else:
             console.print(_graph_table(self.graphs))
             console.print(_operation_table(self.variants))
+            paths = self.fast_paths
+            if paths:
+                console.print(_fast_path_table(paths, self.variants))
             if self.leaks:
                 console.print(_leak_table(self.leaks))
             if self.rules:
@@ -184,6 +198,28 @@ def _leak_table(leaks: Sequence[Leak]) -> Table:
         table.add_row(f"{leak.where}{times}", leak.op, leak.low, leak.wide, str(leak.num_widened), leak.advice)
     if len(rows) > MAX_LEAKS:
         table.caption = f"and at {len(rows) - MAX_LEAKS} more places: report.leaks has them all"
+    return table
+
+
+def _fast_path_table(paths: Sequence[FastPath], variants: Sequence[VariantRecord]) -> Table:
+    from rich.table import Table
+
+    elsewhere = sorted({v.captured.device.type for v in variants} - {"cuda"})
+    where = f", as they would be on CUDA (this ran on {', '.join(elsewhere)})" if elsewhere else ""
+    table = Table(title=f"fast paths{where}", title_justify="left", show_lines=True)
+    for name in ("operation", "in", "count", "fast path", "where", "what to change"):
+        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    groups: dict[tuple[object, ...], list[FastPath]] = {}
+    for path in sorted(paths, key=lambda p: p.is_taken):
+        groups.setdefault((path.kind, path.op, path.computes, path.is_taken, path.why, path.advice), []).append(path)
+    for group in list(groups.values())[:MAX_FAST_PATHS]:
+        first, lines = group[0], list(dict.fromkeys(p.where for p in group))
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        verdict = "taken" if first.is_taken else "missed:"
+        text = f"{verdict}{': ' if first.why and first.is_taken else ' '}{first.why}".rstrip()
+        table.add_row(first.op, first.computes, str(len(group)), text, f"{lines[0]}{more}", first.advice)
+    if len(groups) > MAX_FAST_PATHS:
+        table.caption = f"and {len(groups) - MAX_FAST_PATHS} more kinds: report.fast_paths has them all"
     return table
 
 

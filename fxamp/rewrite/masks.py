@@ -52,13 +52,13 @@ class ReplaceMasks:
     def __call__(self, gm: fx.GraphModule) -> Change:
         num_marked, num_removed, kept = 0, 0, list[Kept]()
         for part in graph.all_of(gm):
-            constants = _Constants(written=_written(part))
+            proofs = Proofs(part)
             for node in list(part.graph.nodes):
                 mask = _argument(node, "attn_mask", 3)
                 if not isinstance(mask, fx.Node):
                     continue
                 try:
-                    form = _form(node, mask, constants)
+                    form = proofs.is_causal(node, mask)
                 except NotConstant as reason:
                     kept.append(Kept(node=node.name, reason=str(reason), where=capture.source_line(node)[0]))
                     continue
@@ -74,6 +74,29 @@ class NotConstant(Exception):
 
 
 # ---- the proof ----------------------------------------------------------------------------------------------------------
+class Proofs:
+    """What the masks of attention in a graph are, where that follows from constants. Values are kept from one to the next."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._constants = _Constants(written=_written(gm))
+
+    def is_causal(self, node: fx.Node, mask: fx.Node) -> bool:
+        """True if `mask`, of the attention `node`, is the causal mask, False if it masks nothing. Raises NotConstant for
+        everything else."""
+        return _form(node, mask, self._constants)
+
+    def obstacle(self, node: fx.Node) -> str | None:
+        """Why the mask of an attention has to stay, None if it could be replaced."""
+        mask = _argument(node, "attn_mask", 3)
+        if not isinstance(mask, fx.Node):
+            return "it is no attention of PyTorch's"
+        try:
+            self.is_causal(node, mask)
+        except NotConstant as reason:
+            return str(reason)
+        return None
+
+
 def _form(node: fx.Node, mask: fx.Node, constants: _Constants) -> bool:
     """True if `mask` is the causal mask, False if it masks nothing. Raises NotConstant for everything else."""
     query, key = (_argument(node, name, i) for i, name in enumerate(("query", "key")))

@@ -83,6 +83,16 @@ operations
 │ linear    │ bf16        │     1 │ low   │ autocast: lower-precision list │
 │ softmax   │ fp32        │     1 │ high  │ autocast: fp32 list            │
 └───────────┴─────────────┴───────┴───────┴────────────────────────────────┘
+fast paths, as they would be on CUDA (this ran on cpu)
+┏━━━━━━━━━━━┳━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ operation ┃ in   ┃ count ┃ fast path                  ┃ where                 ┃ what to change             ┃
+┡━━━━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ linear    │ bf16 │     1 │ missed: m = 2 and n = 4    │ test_inspecting.py:# │ compute several of them in │
+│           │      │       │ and k = 4, where matrix    │                       │ one product, if the        │
+│           │      │       │ units have tiles of 16     │                       │ program has them; it is    │
+│           │      │       │                            │                       │ bound by memory, not by    │
+│           │      │       │                            │                       │ arithmetic                 │
+└───────────┴──────┴───────┴────────────────────────────┴───────────────────────┴────────────────────────────┘
 - graph 0 (bf16): bf16 is emulated on cpu: no AVX512-BF16 or AMX instructions
 - graph 0 (bf16): CUDA graph: off (no CUDA graphs on cpu)""")
 
