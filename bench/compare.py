@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from bench.rows import CeilingsRow, Dispatch, Machine, Measurement, PassTime, Row, ScheduledRun
+from bench.rows import CeilingsRow, Dispatch, Distributed, Machine, Measurement, PassTime, Row, ScheduledRun
 from bench.systems import ANCHOR, CONTROL, REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -60,6 +60,8 @@ class Results:
     dispatches: tuple[Dispatch, ...]
     scheduled: tuple[ScheduledRun, ...] = ()
     """In the order in which workloads, systems and seeds first appeared."""
+    distributed: tuple[Distributed, ...] = ()
+    """In the order in which workloads, strategies and systems first appeared."""
 
 
 def results_of(rows: Iterable[Row]) -> list[Results]:
@@ -76,6 +78,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
     pass_times: dict[int, PassTime] = {}
     dispatches: dict[str, Dispatch] = {}
     scheduled: dict[tuple[str, str, int], ScheduledRun] = {}
+    distributed: dict[tuple[str, str, str], Distributed] = {}
     for row in group:
         match row:
             case Measurement():
@@ -88,6 +91,8 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
                 dispatches[row.what] = row
             case ScheduledRun():
                 scheduled[row.workload, row.system, row.seed] = row
+            case Distributed():
+                distributed[row.workload, row.strategy, row.system] = row
     return Results(
         machine=machine,
         protocol=protocol,
@@ -96,6 +101,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
         pass_times=tuple(pass_times[n] for n in sorted(pass_times)),
         dispatches=tuple(dispatches.values()),
         scheduled=tuple(scheduled.values()),
+        distributed=tuple(distributed.values()),
     )
 
 
@@ -103,6 +109,12 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
 def median_ms(m: Measurement) -> float | None:
     """Of a step; None for what was not measured."""
     return statistics.median(m.timing.step_ms) if m.timing is not None else None
+
+
+def ratio_of_pairs(times: Sequence[float], others: Sequence[float]) -> Ratio | None:
+    """Of systems that took turns: from pairs of the same repetition. None where there are none."""
+    pairs = [x / y for x, y in zip(times, others, strict=False)]
+    return Ratio(median=statistics.median(pairs), low=min(pairs), high=max(pairs)) if pairs else None
 
 
 def ratio(m: Measurement, other: Measurement) -> Ratio | None:
@@ -115,8 +127,7 @@ def ratio(m: Measurement, other: Measurement) -> Ratio | None:
     if a is None or b is None:
         return None
     if m.run.id == other.run.id and other.system in a.together and m.system in b.together:
-        pairs = [x / y for x, y in zip(a.step_ms, b.step_ms, strict=True)]
-        return Ratio(median=statistics.median(pairs), low=min(pairs), high=max(pairs))
+        return ratio_of_pairs(a.step_ms, b.step_ms)
     if not (a.anchor_ratios and b.anchor_ratios):
         return None
     value = statistics.median(a.anchor_ratios) / statistics.median(b.anchor_ratios)

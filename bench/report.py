@@ -10,7 +10,7 @@ from typing import Final
 
 from bench import compare, rows
 from bench.compare import Defeat, Ratio, Results
-from bench.rows import Measurement, ScheduledRun
+from bench.rows import Distributed, Measurement, ScheduledRun
 from bench.systems import ANCHOR, REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -55,11 +55,11 @@ compared through it. torch's settings are its defaults: on a GPU, fp32 means TF3
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 def load(folder: Path) -> list[Results]:
-    """All results in a folder: GPUs first, full runs before quick ones."""
+    """All results in a folder: GPUs first, full runs before quick ones; jobs of several processes last."""
     all_rows = [row for path in sorted(folder.glob("*.jsonl")) for row in rows.read(path)]
     return sorted(
         compare.results_of(all_rows),
-        key=lambda r: (r.machine.device_type != "cuda", r.protocol != "full", r.machine.device),
+        key=lambda r: (not r.measurements, r.machine.device_type != "cuda", r.protocol != "full", r.machine.device),
     )
 
 
@@ -79,7 +79,7 @@ def write(folder: Path, page_path: Path, readme: Path | None, causes: Causes) ->
     """Writes RESULTS.md, and the table into the README if that has the markers."""
     all_results = load(folder)
     page_path.write_text(page(all_results, causes), encoding="utf-8")
-    if readme is not None and readme.exists() and all_results:
+    if readme is not None and readme.exists() and any(r.measurements for r in all_results):
         old = readme.read_text(encoding="utf-8")
         readme.write_text(with_table(old, readme_table(all_results)), encoding="utf-8")
 
@@ -94,11 +94,12 @@ def page(all_results: Sequence[Results], causes: Causes) -> str:
         "",
     ]
     for results in all_results:
-        parts += [f"## {_title(results)}", "", *_origin(results), "", *headline(results), ""]
-        parts += _defeats(results, causes)
+        parts += [f"## {_title(results)}", ""]
+        if results.measurements:
+            parts += [*_origin(results), "", *headline(results), "", *_defeats(results, causes)]
         for workload in _plain_workloads(results):
             parts += _workload(results, workload)
-        parts += _not_measured(results) + _scaling(results) + _scheduled(results)
+        parts += _not_measured(results) + _scaling(results) + _scheduled(results) + _distributed(results)
     return "\n".join([*parts, "## How it is measured", "", HOW])
 
 
@@ -563,6 +564,61 @@ def _scheduled_row(name: str, of: Mapping[str, Mapping[int, ScheduledRun]]) -> l
         f"{statistics.fmean(row.num_changes for row in rows_here):.1f}",
         "" if time_ratio is None else f"{time_ratio:.2f}",
         aim,
+    ]
+
+
+# ---- several processes ------------------------------------------------------------------------------------------------
+def _distributed(results: Results) -> list[str]:
+    lines: list[str] = []
+    for workload, strategy in dict.fromkeys((r.workload, r.strategy) for r in results.distributed if r.strategy != "alone"):
+        of = {r.system: r for r in results.distributed if (r.workload, r.strategy) == (workload, strategy)}
+        alone = {r.system: r for r in results.distributed if (r.workload, r.strategy) == (workload, "alone")}
+        first = next(iter(of.values()))
+        lines += [f"#### {workload}, {_STRATEGIES[strategy]}, {first.num_ranks} processes", "", f"{first.workload_about}.", ""]
+        lines += _distributed_origin([*of.values(), *alone.values()])
+        columns = ["system", "time, ms", f"vs {ANCHOR}", "throughput of all", "efficiency", "memory of one", "first steps"]
+        lines += _table_head([*columns, "loss"])
+        lines += [_line(_distributed_row(row, of, alone)) for row in of.values()]
+        lines += ["", *(f"- `{row.system}`: {row.reason or row.note}" for row in of.values() if row.reason or row.note), ""]
+    return ["### Several processes", "", *lines] if lines else []
+
+
+_STRATEGIES: Final[Mapping[str, str]] = {"ddp": "DDP", "fsdp2": "FSDP2"}
+
+
+def _distributed_origin(rows_here: Sequence[Distributed]) -> list[str]:
+    runs = {row.run.id: row.run for row in rows_here}.values()
+    versions = dict.fromkeys(", ".join(f"{name} {v}" for name, v in sorted(run.versions.items())) for run in runs)
+    sources = dict.fromkeys(f"{run.fxamp_source}, {run.date}" for run in runs)
+    return [
+        f"- versions: {'; '.join(versions)}; fxamp source {'; '.join(sources)}",
+        *(f"- command: `{command}`" for command in dict.fromkeys(run.command for run in runs)),
+        "- time: of a step on the slowest rank, of systems that take turns in one job. efficiency: time of the same system "
+        "and batch on each device by itself, in the same job, over this one. memory: allocated / reserved beyond what was "
+        "there before.",
+        "",
+    ]
+
+
+def _distributed_row(row: Distributed, of: Mapping[str, Distributed], alone: Mapping[str, Distributed]) -> list[str]:
+    time_ms = statistics.median(row.step_ms) if row.step_ms else None
+
+    def over(other: Distributed | None) -> Ratio | None:
+        if other is None or other.run.id != row.run.id:
+            return None
+        return compare.ratio_of_pairs(row.step_ms, other.step_ms)
+
+    efficiency = over(alone.get(row.system))
+    rate = None if time_ms is None else row.num_items_per_rank * row.num_ranks / (time_ms / 1e3)
+    return [
+        row.system,
+        _ms(time_ms),
+        _ratio(over(of.get(ANCHOR))),
+        "" if rate is None else f"{_si(rate)} {row.unit}/s",
+        "" if efficiency is None else f"{1 / efficiency.median:.1%}",
+        f"{row.memory.allocated_bytes / 2**30:.2f} / {row.memory.reserved_bytes / 2**30:.2f} GiB" if row.memory else "",
+        "" if row.compile_s is None else f"{row.compile_s:.0f} s",
+        f"{compare.last_loss(row.losses):.4f}" if row.losses else "",
     ]
 
 

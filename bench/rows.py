@@ -193,10 +193,39 @@ class ScheduledRun:
     kind: Literal["scheduled_run"] = "scheduled_run"
 
 
-Row = Measurement | CeilingsRow | PassTime | Dispatch | ScheduledRun
+@dataclass(frozen=True, kw_only=True)
+class Distributed:
+    """One system in one job of `bench.distributed`, whose processes have a device each."""
+
+    run: Run
+    workload: str
+    workload_about: str
+    strategy: str
+    """"ddp", "fsdp2", or "alone": each process by itself, which trains what it has in the others."""
+    system: str
+    system_about: str
+    num_ranks: int
+    num_items_per_rank: int
+    """In a step."""
+    unit: str
+    status: Status
+    reason: str | None
+    step_ms: tuple[float, ...]
+    """Per repetition: mean over a block of steps, on the slowest rank."""
+    memory: Memory | None
+    """Of a step beyond what was there before the system was built, on the rank that takes most."""
+    compile_s: float | None
+    """The first steps, with whatever torch's caches had."""
+    losses: tuple[float, ...]
+    """Of the first steps, mean over ranks."""
+    note: str | None
+    kind: Literal["distributed"] = "distributed"
 
 
-_KINDS: Final[tuple[type[Row], ...]] = (Measurement, CeilingsRow, PassTime, Dispatch, ScheduledRun)
+Row = Measurement | CeilingsRow | PassTime | Dispatch | ScheduledRun | Distributed
+
+
+_KINDS: Final[tuple[type[Row], ...]] = (Measurement, CeilingsRow, PassTime, Dispatch, ScheduledRun, Distributed)
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

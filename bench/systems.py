@@ -252,13 +252,13 @@ def _without_torchao(device_type: str) -> str | None:
 
 def _without_fxamp(system: System, workload: Workload) -> str | None:
     try:
-        _amp(system, workload)
+        amp_for(system, workload)
     except errors.NotYet as error:
         return f"not in this version of fxamp: {error.what}"
     return None
 
 
-def _amp(system: System, workload: Workload) -> fxamp.Amp:
+def amp_for(system: System, workload: Workload) -> fxamp.Amp:
     options: dict[str, Any] = {"precision": system.precision}
     if system.mode != "default":
         options["mode"] = system.mode
@@ -281,8 +281,20 @@ class WithLoss(nn.Module):
         return self.criterion(self.model(x), y)
 
 
-def prepare(system: System, workload: Workload, parts: Parts, device_type: str) -> Runner:
-    """Sets a system up; nothing is compiled before its first step. Sets this process's matmul precision.
+def as_it_is(module: nn.Module) -> nn.Module:
+    """A module, in one process."""
+    return module
+
+
+def prepare(
+    system: System,
+    workload: Workload,
+    parts: Parts,
+    device_type: str,
+    around: Callable[[nn.Module], nn.Module] = as_it_is,
+) -> Runner:
+    """Sets a system up; nothing is compiled before its first step. Sets this process's matmul precision. `around`: what goes
+    around model and loss before they are compiled, such as DDP.
 
     Raises: NotApplicable; NotYet of fxamp for a train_step that exists in name only.
     """
@@ -290,17 +302,17 @@ def prepare(system: System, workload: Workload, parts: Parts, device_type: str) 
         "high" if system.compiler == "inductor" and system.precision == "tf32" else "highest"
     )
     note = _change_model(system, parts.model)
-    amp = _amp(system, workload) if system.compiler == "fxamp" else None
+    amp = amp_for(system, workload) if system.compiler == "fxamp" else None
     if workload.kind == "infer":
         step = _inference(system, parts, device_type, amp)
     elif system.is_train_step:
-        step = _fxamp_step(workload, parts, device_type, amp)
+        step = _fxamp_step(workload, parts, device_type, amp, around)
     else:
-        step = _training(system, workload, parts, device_type, amp)
+        step = _training(system, workload, parts, device_type, amp, around)
     return Runner(step=step, amp=amp, model=parts.model, note=note)
 
 
-def _compiled(system: System, module: nn.Module, amp: fxamp.Amp | None) -> Callable[..., Tensor]:
+def compiled(system: System, module: nn.Module, amp: fxamp.Amp | None) -> Callable[..., Tensor]:
     if system.compiler == "none":
         return module
     if amp is not None:
@@ -308,13 +320,13 @@ def _compiled(system: System, module: nn.Module, amp: fxamp.Amp | None) -> Calla
     return torch.compile(module, mode=None if system.mode == "default" else system.mode)
 
 
-def _autocast(system: System, device_type: str) -> contextlib.AbstractContextManager[object]:
+def autocast(system: System, device_type: str) -> contextlib.AbstractContextManager[object]:
     if not system.autocast:
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype=DTYPES.get(system.precision, torch.bfloat16))  # fp8 swaps run under bf16
 
 
-def _begins_step(system: System, device_type: str) -> Callable[[], object]:
+def begins_step(system: System, device_type: str) -> Callable[[], object]:
     """What has to be called before each forward: tells CUDA graphs that outputs of the one before may be
     overwritten."""
     if system.is_replaying and device_type == "cuda":
@@ -322,7 +334,7 @@ def _begins_step(system: System, device_type: str) -> Callable[[], object]:
     return lambda: None
 
 
-def _optimizer(workload: Workload, model: nn.Module, device_type: str) -> torch.optim.Optimizer:
+def optimizer_for(workload: Workload, model: nn.Module, device_type: str) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=workload.learning_rate, fused=device_type == "cuda")
 
@@ -330,24 +342,31 @@ def _optimizer(workload: Workload, model: nn.Module, device_type: str) -> torch.
 def _inference(
     system: System, parts: Parts, device_type: str, amp: fxamp.Amp | None
 ) -> Callable[[Sequence[Batch]], Tensor]:
-    run, begin = _compiled(system, parts.model, amp), _begins_step(system, device_type)
+    run, begin = compiled(system, parts.model, amp), begins_step(system, device_type)
     if amp is not None and system.freezes:
         amp.freeze(parts.model)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         begin()
-        with torch.no_grad(), _autocast(system, device_type):
+        with torch.no_grad(), autocast(system, device_type):
             return run(batches[-1][0])
 
     return step
 
 
 def _fxamp_step(
-    workload: Workload, parts: Parts, device_type: str, amp: fxamp.Amp | None
+    workload: Workload,
+    parts: Parts,
+    device_type: str,
+    amp: fxamp.Amp | None,
+    around: Callable[[nn.Module], nn.Module],
 ) -> Callable[[Sequence[Batch]], Tensor]:
     assert amp is not None
-    optimizer, num = _optimizer(workload, parts.model, device_type), workload.num_micro_batches
-    run = amp.train_step(parts.model, parts.criterion, optimizer, accumulate=num)
+    optimizer, num = optimizer_for(workload, parts.model, device_type), workload.num_micro_batches
+    if around is as_it_is:
+        run = amp.train_step(parts.model, parts.criterion, optimizer, accumulate=num)
+    else:
+        run = amp.train_step(around(WithLoss(parts.model, parts.criterion)), None, optimizer, accumulate=num)
 
     def step(batches: Sequence[Batch]) -> Tensor:
         return run(*batches[0]) if num == 1 else run(*map(torch.cat, zip(*batches, strict=True)))
@@ -356,16 +375,21 @@ def _fxamp_step(
 
 
 def _training(
-    system: System, workload: Workload, parts: Parts, device_type: str, amp: fxamp.Amp | None
+    system: System,
+    workload: Workload,
+    parts: Parts,
+    device_type: str,
+    amp: fxamp.Amp | None,
+    around: Callable[[nn.Module], nn.Module],
 ) -> Callable[[Sequence[Batch]], Tensor]:
-    optimizer = _optimizer(workload, parts.model, device_type)
+    optimizer = optimizer_for(workload, parts.model, device_type)
     if amp is not None:
         amp.attach(optimizer)
-    begin, criterion = _begins_step(system, device_type), parts.criterion
+    begin, criterion = begins_step(system, device_type), parts.criterion
     if workload.is_loss_in_graph:
-        loss_of = _compiled(system, WithLoss(parts.model, criterion), amp)
+        loss_of = compiled(system, around(WithLoss(parts.model, criterion)), amp)
     else:
-        run = _compiled(system, parts.model, amp)
+        run = compiled(system, parts.model, amp)
 
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             return criterion(run(x), y)
@@ -382,7 +406,7 @@ def _training(
         total = None
         for x, y in batches:
             begin()
-            with _autocast(system, device_type):
+            with autocast(system, device_type):
                 loss = loss_of(x, y)
                 if num_micro_batches > 1:
                     loss = loss / num_micro_batches

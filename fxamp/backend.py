@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -179,8 +180,11 @@ class Amp:
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
+        now = self._precisions.current()
+        # The one that runs now comes first: DDPOptimizer calls it before the rest of the model is compiled.
+        made = {a: _variant(a, shared) for a in sorted(assignments, key=lambda a: not a.is_of(now))}
         for assignment in assignments:
-            record, program = _variant(assignment, shared)
+            record, program = made[assignment]
             if record.plan.note:
                 self._note(record.plan.note)
             variants[record.precision if len(assignments) == 1 else str(assignment)] = record
@@ -657,7 +661,8 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
     )
     digest = _digest(captured, made, (settings, taken))
     if digest not in shared.programs:
-        program = lower.lower(gm, examples, settings, digest)
+        with lower.called_later() if shared.programs else contextlib.nullcontext():
+            program = lower.lower(gm, examples, settings, digest)
         if taken:
             program = dataclasses.replace(program, run=shared.weights.around(program.run, taken))
         elif made.num_low_ops and not captured.trains and isinstance(shared.weights, WeightCopies) and not shared.copied:

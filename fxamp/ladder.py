@@ -32,6 +32,10 @@ class Assignment:
         different = dict.fromkeys(precision for _, precision in self.precisions)
         return next(iter(different)) if len(different) == 1 else ", ".join(f"{r}={p}" for r, p in self.precisions)
 
+    def is_of(self, current: Mapping[str, str]) -> bool:
+        """Are these the precisions of its regions?"""
+        return all(current[region] == precision for region, precision in self.precisions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:

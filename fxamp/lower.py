@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import graph_compile
+from torch._guards import TracingContext
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch.nn.attention import sdpa_kernel
@@ -106,6 +107,16 @@ def _early_backward() -> Generator[None]:
     """Compiles the backward with the forward, such that it may be run twice: `_patches.EARLY_BACKWARD`."""
     nothing = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
     with functorch_config.patch(force_non_lazy_backward_lowering=True), nothing:
+        yield
+
+
+@contextlib.contextmanager
+def called_later() -> Generator[None]:
+    """For a program that nobody calls while its model is still being compiled. DDPOptimizer compiles a model part by part,
+    and calls each part for the strides of what it hands to the next: what AOTAutograd compiles there gives fake tensors,
+    once."""
+    context = TracingContext.try_get()
+    with contextlib.nullcontext() if context is None else mock.patch.object(context, "fakify_first_call", False):
         yield
 
 

@@ -129,7 +129,7 @@ def test_replayed_iterations_are_marked(monkeypatch, name, num_expected):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(None))
     parts = tiny().parts("cpu")
     system = replace(SYSTEMS[name], autocast=False)  # autocast of CUDA would warn here
-    monkeypatch.setattr(systems, "_optimizer", lambda *_: torch.optim.AdamW(parts.model.parameters()))
+    monkeypatch.setattr(systems, "optimizer_for", lambda *_: torch.optim.AdamW(parts.model.parameters()))
     runner = systems.prepare(system, tiny(num_micro_batches=3), parts, "cuda")
     runner.step(parts.batches[:3])
     assert len(marks) == num_expected
