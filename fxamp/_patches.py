@@ -67,7 +67,17 @@ LSTM_STATES: Final = Repair(
     delete_when="the oldest torch that fxamp supports is 2.13",
 )
 
-REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING, EARLY_BACKWARD, LSTM_STATES)
+LIST_WRITES: Final = Repair(
+    name="list-writes",
+    symptom="`torch._foreach_copy_([p.data], [x])` on CUDA writes through a copy-on-write tensor, into the memory of its twin",
+    cause="kernels for lists of tensors ask for a pointer to read by, also where they write",
+    link="https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cuda/MultiTensorApply.cuh (const_data_ptr)",
+    versions="seen on 2.11, and in the sources of 2.13",
+    repair="once weights are frozen on CUDA, the functions for lists in the namespace of torch ask for a pointer to write by",
+    delete_when="tests/run/test_frozen.py::test_upstream_still_wrong fails",
+)
+
+REPAIRS: Final = (MUTATED_READS, HIDDEN_ROUNDING, EARLY_BACKWARD, LSTM_STATES, LIST_WRITES)
 
 
 def roundings_need_an_op() -> bool:

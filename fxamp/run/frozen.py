@@ -156,6 +156,8 @@ class WeightCopies:
             _check_plain(slot)
         for slot in found:
             self._hold(slot)
+        if any(slot.weight.is_cuda for slot in found):
+            writes.watch_lists()
         self._slots += found
         _watching().add(self)
         _forget_guards(found)

@@ -7,15 +7,18 @@ which stays where it is, and a mark that is missing says that somebody may have 
 waits.
 
 What the mark cannot see goes by addresses that were handed out before: NumPy's and other libraries' views of old, other
-processes, CUDA graphs. The first two have an owner, which `num_owners` counts.
+processes, CUDA graphs. The first two have an owner, which `num_owners` counts. On CUDA, kernels for lists of tensors leave it
+too: `watch_lists` makes them take it away.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def mark(tensor: Tensor) -> bool:
@@ -42,3 +45,34 @@ def num_owners(storage: torch.UntypedStorage) -> int:
     """How many tensors, and other holders, have a piece of memory, `storage` itself being one."""
     address: Any = storage._cdata
     return torch._C._storage_Use_Count(address)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def watch_lists() -> None:
+    """From now on `torch._foreach_add_` and its like take the marks of what they write away, as every other operation does
+    (`_patches.LIST_WRITES`)."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    # Dynamo finds these functions by identity, in tables that it fills when it first needs them.
+    trace_rules.get_torch_obj_rule_map()
+    TorchInGraphFunctionVariable._get_handlers()
+    for name in dir(torch):
+        if name.startswith(("_foreach_", "_fused_")) and name.endswith("_") and not name.endswith("__"):
+            num_written = 1 if name.startswith("_foreach_") else None  # fused optimizers write their states, and gradients
+            setattr(torch, name, taking_marks(getattr(torch, name), num_written))
+
+
+def taking_marks(write: Callable[..., Any], num_written: int | None) -> Callable[..., Any]:
+    """A function that writes the first so many of its arguments, lists of tensors, as one that asks for pointers to write by."""
+
+    @functools.wraps(write)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            given: list[object] = [*args, *kwargs.values()]
+            for x in (x for some in given[:num_written] if isinstance(some, Sequence) for x in some):
+                if type(x) in (Tensor, nn.Parameter) and is_marked(x):
+                    unmark(x)
+        return write(*args, **kwargs)
+
+    return call

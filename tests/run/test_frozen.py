@@ -106,6 +106,15 @@ def into_larger_memory(model: nn.Module) -> None:
     memory[4:].normal_()
 
 
+def fused_step_on_data(model: nn.Module) -> None:
+    data = [p.data for p in model.parameters()]
+    grads, momenta = ([torch.randn_like(p) for p in data] for _ in range(2))
+    torch._fused_sgd_(
+        data, grads, momenta,
+        weight_decay=0.0, momentum=0.9, lr=0.1, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+    )  # fmt: skip
+
+
 DURING: dict[str, Callable[[nn.Module], object]] = {
     "data.copy_": lambda m: weight(m).data.copy_(noise()),
     "data=": flip_through_data,
@@ -114,6 +123,9 @@ DURING: dict[str, Callable[[nn.Module], object]] = {
     "copy_": lambda m: weight(m).copy_(noise()),
     "detach().mul_": lambda m: weight(m).detach().mul_(noise()),
     "foreach": lambda m: torch._foreach_mul_(list(m.parameters()), 2.0),
+    "foreach on data": lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 2.0),
+    "foreach copy on data": lambda m: torch._foreach_copy_([weight(m).data], [noise()]),
+    "a fused optimizer's function on data": fused_step_on_data,
     "setitem": lambda m: weight(m).__setitem__((0, slice(None)), noise(8)),
     "out=": lambda m: torch.mul(noise(), 2, out=weight(m).data),
     "index_put_": lambda m: weight(m).data.index_put_((torch.tensor([1]),), noise(1, 8), accumulate=True),
@@ -198,6 +210,51 @@ def test_a_write_that_leaves_the_mark_is_seen(way: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(writes, "is_marked", lambda _: True)
         DURING[way](reader.model)
         assert reader.is_current()
+
+
+@pytest.mark.gpu
+def test_upstream_still_wrong():
+    """A copy-on-write clone is written through, unless `writes.watch_lists` was called."""
+    write = getattr(torch._foreach_mul_, "__wrapped__", torch._foreach_mul_)
+    weights = [torch.ones(8, device="cuda")]
+    writes.mark(weights[0])
+    write(weights, 2.0)
+    assert writes.is_marked(weights[0])
+
+
+@pytest.mark.parametrize(("num_written", "stays"), [(1, True), (None, False)])
+def test_functions_for_lists_take_the_mark_away(num_written: int | None, stays: bool):
+    written, read = [torch.ones(8)], [torch.ones(8)]
+    for x in (*written, *read):
+        writes.mark(x)
+    calls = list[Any]()
+    writes.taking_marks(lambda *args: calls.append(args), num_written)(written, read, 2.0)
+    assert [writes.is_marked(x) for x in (*written, *read)] == [False, stays]
+    assert calls == [(written, read, 2.0)]
+
+
+def test_watched_functions_are_compiled_as_always(monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in dir(torch) if name.startswith(("_foreach_", "_fused_"))]:
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # puts it back at the end
+    writes.watch_lists.cache_clear()
+    writes.watch_lists()
+    writes.watch_lists.cache_clear()
+    assert hasattr(torch._foreach_add_, "__wrapped__")
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        torch._foreach_lerp_([x], [y], torch.tensor(0.5))
+        torch._foreach_copy_([y], [x])
+        return torch._foreach_add([x], 1.0)[0]
+
+    x, y = torch.zeros(4), torch.ones(4)
+    assert torch.equal(step(x, y), torch.full((4,), 1.5))
+    assert torch.equal(y, torch.full((4,), 0.5))
+    p = torch.zeros(4, requires_grad=True)
+    p.grad = torch.ones(4)
+    optimizer = optim.AdamW([p], lr=0.1, weight_decay=0.0)
+    torch.compile(optimizer.step, backend="aot_eager")()
+    assert torch.allclose(p.detach(), torch.full((4,), -0.1))
 
 
 @pytest.mark.parametrize("when", ["before", "while frozen"])
