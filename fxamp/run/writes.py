@@ -59,7 +59,7 @@ def watch_lists() -> None:
     TorchInGraphFunctionVariable._get_handlers()
     for name in dir(torch):
         if name.startswith(("_foreach_", "_fused_")) and name.endswith("_") and not name.endswith("__"):
-            num_written = 1 if name.startswith("_foreach_") else None  # fused optimizers write their states, and gradients
+            num_written = 1 if name.startswith("_foreach_") else None  # fused optimizers write states, and gradients
             setattr(torch, name, taking_marks(getattr(torch, name), num_written))
 
 

@@ -243,7 +243,7 @@ def test_watched_functions_are_compiled_as_always(monkeypatch: pytest.MonkeyPatc
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
-        torch._foreach_lerp_([x], [y], torch.tensor(0.5))
+        torch._foreach_lerp_([x], [y], torch.tensor(0.5))  # pyright: ignore
         torch._foreach_copy_([y], [x])
         return torch._foreach_add([x], 1.0)[0]
 
