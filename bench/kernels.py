@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,31 +19,10 @@ from rich.table import Table
 from torch._inductor.utils import fresh_inductor_cache
 from torch.profiler import ProfilerActivity, profile
 
-from bench import measure, systems, workloads
+from bench import systems, workloads
+from fxamp.explain.kernels import Kernel, events_of, kernel_category, kernels_of
 
 NUM_WARM_UP_STEPS: Final = 5
-_NUMBER: Final = re.compile(r"_\d+(?=_|$)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """All launches of one kernel in a step. Generated kernels are told apart by what they fuse, not by their number."""
-
-    name: str
-    count: float
-    ms: float
-
-
-def kernels_of(events: Sequence[measure.Event], num_steps: int) -> dict[str, Kernel]:
-    """Kernels by name, means per step."""
-    found: dict[str, Kernel] = {}
-    for e in events:
-        if e.is_on_device:
-            name = _NUMBER.sub("", e.name) if e.name.startswith("triton") else e.name
-            old = found.get(name, Kernel(name=name, count=0.0, ms=0.0))
-            ms = (e.end_us - e.start_us) / 1e3
-            found[name] = Kernel(name=name, count=old.count + 1 / num_steps, ms=old.ms + ms / num_steps)
-    return found
 
 
 def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, Kernel]:
@@ -65,7 +42,7 @@ def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, 
             for some in (batches * num_steps)[:num_steps]:
                 runner.step(some)
             torch.cuda.synchronize()
-        return kernels_of(measure.events_of(profiled.events() or ()), num_steps)
+        return kernels_of(events_of(profiled.events() or ()), num_steps)
 
 
 def table(found: Mapping[str, Mapping[str, Kernel]], num_rows: int) -> Table:
@@ -85,7 +62,7 @@ def table(found: Mapping[str, Mapping[str, Kernel]], num_rows: int) -> Table:
         cells = [
             f"{kernels[name].ms:.3f} ({kernels[name].count:g})" if name in kernels else "" for kernels in found.values()
         ]
-        out.add_row(name, measure.kernel_category(name), *cells)
+        out.add_row(name, kernel_category(name), *cells)
     out.add_section()
     totals = [f"{sum(k.ms for k in kernels.values()):.3f}" for kernels in found.values()]
     out.add_row(f"all {len(names)}", "", *totals)

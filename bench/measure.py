@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import Counter
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.workloads import Workload
 from fxamp import formats
+from fxamp.explain.kernels import Event, events_of, kernel_category
 from fxamp.graph import numel
 from fxamp.ops import ROUND_TO
 
@@ -106,16 +104,6 @@ HOST_SYNCS: Final = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize",
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
-    """What matters of a profiler's event."""
-
-    name: str
-    is_on_device: bool
-    start_us: float
-    end_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Launches:
     """What the host asks of the device in a step, and what the device does. Means over the profiled steps."""
 
@@ -127,17 +115,6 @@ class Launches:
     """Kernels, copies and fills that ran on the device, those inside CUDA graphs included."""
     kernel_ms: dict[str, float]
     """Time of kernels by category."""
-
-
-def events_of(profiled: Iterable[FunctionEvent]) -> list[Event]:
-    """The profiler's events, without the copies of named ranges (ours, the optimizer's) on the device's timeline."""
-    events: list[Event] = []
-    for e in profiled:
-        is_on_device = e.device_type == DeviceType.CUDA
-        if not (is_on_device and (e.is_user_annotation or e.name == WINDOW)):
-            span = e.time_range
-            events.append(Event(name=e.name, is_on_device=is_on_device, start_us=span.start, end_us=span.end))
-    return events
 
 
 def count_launches(events: Sequence[Event], num_steps: int) -> Launches:
@@ -167,45 +144,6 @@ def count_launches(events: Sequence[Event], num_steps: int) -> Launches:
     )
 
 
-_ONLY_CASTS: Final = re.compile(
-    r"triton_poi_fused(_(_to_copy|convert_element_type|_unsafe_view|view|t|transpose|permute))*"
-    r"_(_to_copy|convert_element_type)(_(_unsafe_view|view|t|transpose|permute))*_\d+"
-)
-"""A kernel of Inductor whose name lists nothing but casts and views."""
-
-_OF_TRITON: Final = (
-    ("triton_poi_", "pointwise"),
-    ("triton_red_", "reduction"),
-    ("triton_per_", "reduction"),
-    ("triton_for_", "optimizer"),  # Inductor's foreach kernels
-    ("triton_tem_", "matmul"),
-    ("triton_mm", "matmul"),
-)
-_OF_OTHERS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    # The first category with a matching part of the name, in lower case, wins: narrow names stand before wide ones.
-    ("copy", ("memcpy", "memset", "fillfunctor", "direct_copy_kernel")),
-    ("cast", ("float16_copy_kernel", "float8_copy_kernel")),
-    ("attention", ("flash", "fmha", "sdpa", "attention")),
-    ("optimizer", ("multi_tensor_apply", "amp_update_scale")),
-    ("reduction", ("reduce", "softmax", "layer_norm", "layernorm", "batch_norm", "batchnorm", "bn_fw", "bn_bw")),
-    ("matmul", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "wgmma", "conv", "dgrad", "wgrad", "fprop")),
-    ("pointwise", ("elementwise", "index", "catarray", "embedding")),
-)
-"""Parts of the names of kernels of torch, cuBLAS, cuDNN and FlashAttention, as profiles show them."""
-
-
-def kernel_category(name: str) -> str:
-    """One of "matmul" (convolutions included), "attention", "optimizer", "pointwise", "cast", "reduction", "copy",
-    "other"."""
-    lowered = name.lower()
-    if _ONLY_CASTS.fullmatch(lowered):
-        return "cast"
-    for prefix, category in _OF_TRITON:
-        if lowered.startswith(prefix):
-            return "attention" if "attention" in lowered and category == "matmul" else category
-    return next((category for category, parts in _OF_OTHERS if any(part in lowered for part in parts)), "other")
-
-
 def profile_launches(run_step: Callable[[], object], num_steps: int) -> Launches:
     """Profiles steps on a GPU."""
     torch.cuda.synchronize()
@@ -214,7 +152,7 @@ def profile_launches(run_step: Callable[[], object], num_steps: int) -> Launches
             for _ in range(num_steps):
                 run_step()
         torch.cuda.synchronize()
-    return count_launches(events_of(profiled.events() or ()), num_steps)
+    return count_launches(events_of(profiled.events() or (), ranges=(WINDOW,)), num_steps)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

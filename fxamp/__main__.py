@@ -1,4 +1,4 @@
-"""The command line: `python -m fxamp demo` and `python -m fxamp doctor`."""
+"""The command line: `python -m fxamp demo`, `kernels` and `doctor`."""
 
 from __future__ import annotations
 
@@ -52,6 +52,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor.main(verbose=arguments.verbose)
 
 
+def _kernels(arguments: argparse.Namespace) -> int:
+    from fxamp import profiled_script
+
+    if not arguments.script.is_file():
+        raise errors.InvalidOption(f"{arguments.script} is no file", way_out="Give the path of a training script")
+    return profiled_script.main(arguments.script, arguments.arguments, steps=arguments.steps, after=arguments.after)
+
+
 def parser() -> argparse.ArgumentParser:
     """What the command line takes."""
     out = argparse.ArgumentParser(
@@ -89,6 +97,17 @@ def parser() -> argparse.ArgumentParser:
         default=Path("fxamp-demo-dump"),
         help="directory for the graphs that fxamp saw, planned and compiled (default: %(default)s)",
     )
+    kernels = add(
+        "kernels",
+        _kernels,
+        "which kernels a training script runs, in which formats, on matrix units or not",
+        "Runs a training script up to a few steps behind its compilation, and prints the kernels of those steps: what "
+        "launched each, its format, whether it is on matrix units, and its share. A step is a call of optimizer.step().",
+    )
+    kernels.add_argument("--steps", type=_positive, default=3, help="that are profiled (default: %(default)s)")
+    kernels.add_argument("--after", type=_positive, default=5, help="steps before them (default: %(default)s)")
+    kernels.add_argument("script", type=Path, help="a training script")
+    kernels.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     doctor = add(
         "doctor",
         _doctor,

@@ -38,6 +38,7 @@ from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.variants import Precisions
 
 if TYPE_CHECKING:  # Inductor takes a second to import; only compiling needs it
+    from fxamp.explain.kernels import Profile
     from fxamp.lower import Program
     from fxamp.run.history import History
     from fxamp.run.leaves import LowLeaves
@@ -240,6 +241,23 @@ class Amp:
             steps=tuple(str(step.summary()) for step in self._steps),
             scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
+
+    def profile(self, step: Callable[[], object], *, steps: int = 3) -> Profile:
+        """Which kernels a step runs, in which format, on matrix units or not, and their shares; printed it is a table.
+
+            print(amp.profile(lambda: train(batch)))
+
+        Args: step: what is profiled; it runs once before, for what is left to compile, and then `steps` times under PyTorch's
+        profiler. On a machine without a GPU it is the CPU's operations that are listed.
+        Raises: InvalidOption for a `step` that cannot be called, or fewer steps than one. Waits for the device.
+        """
+        from fxamp.explain import kernels  # `import fxamp` stays light
+
+        if not callable(step) or steps < 1:
+            raise errors.InvalidOption(
+                f"profile({step!r}, steps={steps})", way_out="Give it a function without arguments, and a number of steps"
+            )
+        return kernels.profile(step, steps)
 
     # ---- inference ------------------------------------------------------------------------------------------------------
     def freeze(self, model: torch.nn.Module) -> Frozen:

@@ -4,28 +4,7 @@ import pytest
 import torch
 
 from bench import kernels
-from bench.kernels import Kernel
-from bench.measure import Event
-
-
-def event(name: str, start_us: float, end_us: float, is_on_device: bool = True) -> Event:
-    return Event(name=name, is_on_device=is_on_device, start_us=start_us, end_us=end_us)
-
-
-def test_launches_of_one_kernel_are_added_up():
-    found = kernels.kernels_of(
-        [
-            event("triton_poi_fused_add_12", 0, 1000),
-            event("triton_poi_fused_add_13", 0, 3000),
-            event("gemm_128x64", 0, 500),
-            event("launch", 0, 9000, is_on_device=False),
-        ],
-        num_steps=2,
-    )
-    assert found == {
-        "triton_poi_fused_add": Kernel(name="triton_poi_fused_add", count=1.0, ms=2.0),
-        "gemm_128x64": Kernel(name="gemm_128x64", count=0.5, ms=0.25),
-    }
+from fxamp.explain.kernels import Kernel
 
 
 def test_the_largest_difference_comes_first():

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench import measure, workloads
-from bench.measure import WINDOW, CountCasts, Event, count_launches, kernel_category
+from bench.measure import WINDOW, CountCasts, count_launches
 from bench.models import MLP
+from fxamp.explain.kernels import Event
 
 
 def host(name: str, start_us: float) -> Event:
@@ -62,69 +60,6 @@ def test_waits_of_the_profiler_do_not_count():
 def test_no_range_no_count(events):
     with pytest.raises(ValueError, match="unpack"):
         count_launches(events, num_steps=1)
-
-
-def test_events_of_a_real_profile():
-    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function(WINDOW):
-        torch.ones(8).exp()
-    events = measure.events_of(profiled.events() or ())
-    (window,) = (e for e in events if e.name == WINDOW)
-    inside = [e.name for e in events if window.start_us <= e.start_us <= window.end_us]
-    assert "aten::exp" in inside
-    assert not any(e.is_on_device for e in events)
-
-
-def test_named_ranges_are_no_work_of_the_device():
-    def event(name: str, device_type: DeviceType, is_user_annotation: bool) -> FunctionEvent:
-        made = FunctionEvent(id=1, name=name, thread=1, start_us=1, end_us=9, device_type=device_type)
-        made.is_user_annotation = is_user_annotation
-        return made
-
-    found = measure.events_of(
-        [
-            event(WINDOW, DeviceType.CPU, True),
-            event(WINDOW, DeviceType.CUDA, True),
-            event("Optimizer.step#AdamW.step", DeviceType.CUDA, True),
-            event("nvjet_tst", DeviceType.CUDA, False),
-        ]
-    )
-    assert [(e.name, e.is_on_device) for e in found] == [(WINDOW, False), ("nvjet_tst", True)]
-    assert found[1].end_us - found[1].start_us == 8
-
-
-@pytest.mark.parametrize(
-    ("name", "category"),
-    [
-        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT", "matmul"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x128_32x5_nn_align8>", "matmul"),
-        ("sm80_xmma_wgrad_implicit_gemm_indexed_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "matmul"),
-        ("triton_tem_fused_mm_3", "matmul"),
-        ("triton_tem_fused_flex_attention_0", "attention"),
-        ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>", "attention"),
-        ("fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80(PyTorchMemEffAttention)", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3", "attention"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("triton_for_fused_0", "optimizer"),
-        ("triton_poi_fused__to_copy_0", "cast"),
-        ("triton_poi_fused__to_copy_t_12", "cast"),
-        ("triton_poi_fused_convert_element_type_3", "cast"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>", "cast"),
-        ("triton_poi_fused__to_copy_add_mul_4", "pointwise"),
-        ("triton_poi_fused_convolution_1", "pointwise"),
-        ("triton_poi_fused_gelu_0", "pointwise"),
-        ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast>", "pointwise"),
-        ("triton_red_fused__to_copy_native_layer_norm_backward_7", "reduction"),
-        ("triton_per_fused__softmax_1", "reduction"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reduction"),
-        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>", "reduction"),
-        ("Memcpy DtoD (Device -> Device)", "copy"),
-        ("Memset (Device)", "copy"),
-        ("something_else", "other"),
-    ],
-)
-def test_kernel_categories(name, category):
-    assert kernel_category(name) == category
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_products_in_fp32():
         ((2, 32, 8, 8), (32, 1, 3, 3), {"groups": 32}, "inductor", "it is depthwise"),
     ],
 )
-def test_convolutions(image: Any, weight: Any, options: dict[str, int], lower: str, why: str):
+def test_convolutions(image: Any, weight: Any, options: dict[str, Any], lower: str, why: str):
     path = one(lambda x, w: F.conv2d(x, w, **options), of(*image), of(*weight).requires_grad_(), lower=lower)
     assert path.why.startswith(why)
     assert path.is_taken == ("which Inductor makes" in why)

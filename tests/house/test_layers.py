@@ -54,6 +54,7 @@ LEVELS = MappingProxyType(
         "__init__": 9,
         "__main__": 10,
         "demo": 9,
+        "profiled_script": 9,
         "doctor": 9,
     }
 )
