@@ -587,6 +587,11 @@ def writes(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def written(gm: fx.GraphModule) -> frozenset[Hashable]:
+    """Keys of the memory that the operations of a graph write, or may write."""
+    return frozenset(key for node in gm.graph.nodes for x in writes(node) for key in graph.storages(x))
+
+
 def _writes_inputs(body: fx.GraphModule) -> bool:
     """Does a nested graph write memory that it was handed?"""
     nodes = list(body.graph.nodes)

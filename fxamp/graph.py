@@ -102,6 +102,17 @@ def operands(node: fx.Node) -> Iterator[fx.Node]:
     return iter(found)
 
 
+def ancestors(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and all that it depends on, operands before their readers."""
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        x = todo.pop()
+        if x not in found:
+            found.add(x)
+            todo += x.all_input_nodes
+    return iter(sorted(found))
+
+
 def constants(node: fx.Node) -> Iterator[Any]:
     """The arguments of a node that are no nodes, those inside of tuples, lists and dicts too."""
     return _constants_in((*node.args, *node.kwargs.values()))
@@ -619,6 +630,16 @@ def replace(old: fx.Node, new: fx.Node, *, except_in: frozenset[fx.Node] = froze
 def erase(node: fx.Node) -> None:
     """Removes a node that nothing reads."""
     node.graph.erase_node(node)
+
+
+def erase_unread(node: fx.Node) -> int:
+    """Removes a node and what it depends on, inputs excepted, as far as nothing else reads it; returns how many."""
+    num_removed = 0
+    for ancestor in reversed(list(ancestors(node))):
+        if not ancestor.users and ancestor.op != "placeholder":
+            erase(ancestor)
+            num_removed += 1
+    return num_removed
 
 
 def set_value(node: fx.Node, value: Any) -> None:

@@ -176,6 +176,9 @@ def attention(
     arguments: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     is_empty = any(size == 0 for x in (query, key, value) for size in x.shape)
+    if not is_empty and enable_gqa and _takes_math(*arguments, **options):
+        key, value = _repeated(query, key, value)  # some fused kernels take all but groups
+        arguments, options = (query, key, value, *arguments[3:]), options | {"enable_gqa": False}
     if not is_empty and _takes_math(*arguments, **options):
         dense = tuple(_with_dense_rows(x) if isinstance(x, Tensor) else x for x in arguments)
         if _takes_math(*dense, **options):
@@ -208,7 +211,7 @@ def attention_by_products(
     Returns: [B, L, V] in the operands' format.
     """
     if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+        key, value = _repeated(query, key, value)
     scores = _batched(_Scores.apply, query, key)
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -219,6 +222,12 @@ def attention_by_products(
     if dropout_p > 0:  # drawn in fp32, as PyTorch does: a mask drawn in a low format is another mask
         weights = torch.dropout(weights.float(), dropout_p, train=True).to(query.dtype)
     return _batched(torch.bmm, weights, value)
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head for each of the queries'."""
+    repeated = (x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value))
+    return next(repeated), next(repeated)
 
 
 class _Scores(torch.autograd.Function):

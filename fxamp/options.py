@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `import fxamp` stays light
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Inductor's modes, as torch.compile documents them."""
 
-RELAXED: Final = ("min_cut", "low_residual", "attention_masks", "padded_logits")
+RELAXED: Final = ("min_cut", "low_residual", "attention_masks", "padded_logits", "grouped_queries")
 """Names of what changes numerics beyond the policy, and is asked for by name."""
 
 LOWERINGS: Final = ("inductor", "aot_eager", "eager")
@@ -58,7 +58,8 @@ class Options:
     """Names of RELAXED passes, which change numerics; docs/relaxed.md has the error that each adds. "min_cut": operations that
     follow their operands run in the formats that move the fewest bytes. "low_residual": x + f(x) is low if f(x) is.
     "attention_masks": masks that are causal, or empty, by proof, reach the kernels as is_causal=True, or not at all.
-    "padded_logits": a vocabulary that matrix units cannot take is padded up to the loss, and masked there."""
+    "padded_logits": a vocabulary that matrix units cannot take is padded up to the loss, and masked there. "grouped_queries":
+    keys and values that are repeated for groups of queries are not, where attention takes enable_gqa=True."""
     numerics: Literal["eager", "fast"] = "eager"
     """"eager" keeps the roundings of the user's own casts, which Inductor alone drops; "fast" gives that up."""
     output_dtype: Literal["traced", "low"] = "traced"

@@ -24,6 +24,7 @@ from fxamp import capture, formats, graph, optable
 from fxamp.capture import Captured
 from fxamp.plan import TRACED, Plan
 from fxamp.rewrite import masks, padding
+from fxamp.rewrite.groups import Repetitions, arguments
 
 Kind = Literal["matrix product", "convolution", "attention"]
 
@@ -90,7 +91,7 @@ def find(captured: Captured, plan: Plan, rewritten: fx.GraphModule, *, lower: st
 
 def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Iterator[FastPath]:
     nodes = list(gm.graph.nodes)
-    layouts, proofs = _Layouts(nodes, captured.trains, lower), masks.Proofs(captured.gm)
+    layouts, proofs, repetitions = _Layouts(nodes, captured.trains, lower), masks.Proofs(captured.gm), Repetitions(gm)
     before = {node.name: node for node in captured.gm.graph.nodes}
     for node in nodes:
         op = capture.name_of(node) or ""
@@ -98,7 +99,7 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
         if kind is None or not isinstance(graph.value_of(node), torch.Tensor):
             continue
         if kind == "attention":
-            verdict = _attention(node, op, proofs, before.get(node.name))
+            verdict = _attention(node, op, proofs, repetitions, before.get(node.name))
         else:
             verdict = _convolution(node, op, layouts) if kind == "convolution" else _product(node, op)
         if verdict is None:
@@ -380,8 +381,10 @@ def _text(shape: Sequence[Any]) -> str:
 
 
 # ---- attention --------------------------------------------------------------------------------------------------------------
-def _attention(node: fx.Node, op: str, proofs: masks.Proofs, before: fx.Node | None) -> Verdict:
-    given: dict[str, Any] = dict(zip(_OF_ATTENTION, node.args, strict=False)) | node.kwargs
+def _attention(
+    node: fx.Node, op: str, proofs: masks.Proofs, repetitions: Repetitions, before: fx.Node | None
+) -> Verdict:
+    given = arguments(node)
     query, key, value = (graph.value_of(given[name]) for name in ("query", "key", "value"))
     sizes = f"{_text(query.shape)}, keys {_text(key.shape)}"
     missed, advice = _rules_of_attention(query, key, value, given, is_own=op == "fxamp::attention")
@@ -391,10 +394,10 @@ def _attention(node: fx.Node, op: str, proofs: masks.Proofs, before: fx.Node | N
     price = ""
     if isinstance(dropout, float) and dropout and not (dropout * 16).is_integer():
         price = f"but not cuDNN's, which drops multiples of 1/16 alone, and this drops {dropout:g}"
+    elif not missed and op == "fxamp::attention" and all(repetitions.is_repeated(given[name]) for name in ("key", "value")):
+        price = "keys and values are repeated for their groups of queries"
+        advice = "relaxed='grouped_queries' repeats nothing"
     return Verdict(sizes=sizes, why_missed=missed, price=price, advice=advice)
-
-
-_OF_ATTENTION: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _rules_of_attention(

@@ -12,6 +12,7 @@ from fxamp.plan import Plan
 from fxamp.rewrite.attention import LowAttention
 from fxamp.rewrite.composites import SeeIntoComposites
 from fxamp.rewrite.following import MarkFollowing
+from fxamp.rewrite.groups import GroupQueries
 from fxamp.rewrite.lower import LowerOperations
 from fxamp.rewrite.masks import ReplaceMasks
 from fxamp.rewrite.out_of_place import OutOfPlace
@@ -42,14 +43,15 @@ def normalize(relaxed: Collection[str]) -> tuple[Pass, ...]:
 
 
 def passes_for(
-    captured: Captured, plan: Plan, *, marks_following: bool = False, frozen: Collection[str] = ()
+    captured: Captured, plan: Plan, *, relaxed: Collection[str] = (), frozen: Collection[str] = ()
 ) -> tuple[Pass, ...]:
-    """The passes that turn a captured graph into the planned one, in order. `frozen`: names of the inputs of which low copies
-    can be had."""
+    """The passes that turn a captured graph into the planned one, in order. `relaxed`: names of what was asked for; `frozen`:
+    names of the inputs of which low copies can be had."""
     return (
-        *((MarkFollowing(plan.decisions),) if marks_following else ()),
+        *((MarkFollowing(plan.decisions),) if "min_cut" in relaxed else ()),
         MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name
         LowerOperations(captured, plan),
         LowAttention(plan),  # behind LowerOperations: the plan counts operands of the captured call
+        *((GroupQueries(),) if "grouped_queries" in relaxed else ()),  # behind LowAttention: others may have no kernel for it
         *((TakeLowWeights(frozenset(frozen)),) if frozen else ()),  # behind LowerOperations, whose casts it looks for
     )

@@ -5,7 +5,6 @@ The kernel changes, not what it computes: results differ by the roundings of two
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -64,7 +63,7 @@ class ReplaceMasks:
                     continue
                 _set_mask(node, is_causal=form)
                 num_marked += 1
-                num_removed += _erase_unread(mask)
+                num_removed += graph.erase_unread(mask)
             part.recompile()
         return Change(pass_name=type(self).__name__, num_marked=num_marked, num_removed=num_removed, kept=tuple(kept))
 
@@ -78,7 +77,7 @@ class Proofs:
     """What the masks of attention in a graph are, where that follows from constants. Values are kept from one to the next."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self._constants = _Constants(written=_written(gm))
+        self._constants = _Constants(written=capture.written(gm))
 
     def is_causal(self, node: fx.Node, mask: fx.Node) -> bool:
         """True if `mask`, of the attention `node`, is the causal mask, False if it masks nothing. Raises NotConstant for
@@ -168,7 +167,7 @@ class _Constants:
     values: dict[fx.Node, Any] = field(default_factory=dict)
 
     def __getitem__(self, node: fx.Node) -> Tensor:
-        for ancestor in _ancestors(node):
+        for ancestor in graph.ancestors(node):
             if ancestor not in self.values:
                 self._check(ancestor)
                 self.values[ancestor] = self._evaluate(ancestor)
@@ -219,21 +218,6 @@ def _is_device_name(x: object) -> bool:
     return True
 
 
-def _ancestors(node: fx.Node) -> Iterator[fx.Node]:
-    """A node and all that it depends on, operands before their readers."""
-    found, todo = set[fx.Node](), [node]
-    while todo:
-        x = todo.pop()
-        if x not in found:
-            found.add(x)
-            todo += x.all_input_nodes
-    return iter(sorted(found))
-
-
-def _written(gm: fx.GraphModule) -> frozenset[Any]:
-    return frozenset(key for node in gm.graph.nodes for x in capture.writes(node) for key in graph.storages(x))
-
-
 # ---- the edit -----------------------------------------------------------------------------------------------------------
 def _argument(node: fx.Node, name: str, position: int) -> Any:
     """An argument of attention, None for other operations."""
@@ -250,13 +234,3 @@ def _set_mask(node: fx.Node, *, is_causal: bool) -> None:
         else:
             kwargs[name] = value
     graph.set_arguments(node, tuple(args), kwargs)
-
-
-def _erase_unread(node: fx.Node) -> int:
-    """Erases a node and what it depends on, as far as nothing else reads it; returns how many."""
-    num_removed = 0
-    for ancestor in reversed(list(_ancestors(node))):
-        if not ancestor.users:
-            graph.erase(ancestor)
-            num_removed += 1
-    return num_removed
