@@ -161,9 +161,9 @@ def _given(captured: Captured, inputs: Mapping[fx.Node, torch.dtype]) -> Given |
             if isinstance(found, _Refused):
                 return found.reason
             values[node] = found
-    memory = {key for node in inputs for key in graph.memory_of(values[node])}
+    memory = {graph.memory_of(values[node]) for node in inputs}
     pinned = [values[node] for node in nodes if node.name in captured.pinned and node in values]
-    if any(graph.memory_of(t) & memory for value in pinned for t in graph.tensors_of(value)):
+    if any(graph.memory_of(t) in memory for value in pinned for t in graph.tensors_of(value)):
         return "it writes to an input, or hands its memory out twice"
     return Given(inputs, values)
 

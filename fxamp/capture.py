@@ -18,7 +18,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor
 
-from fxamp import custom_function, graph, optable
+from fxamp import custom_function, garbage, graph, optable
 from fxamp.custom_function import Declared, Forward
 
 Role = Literal["parameter", "buffer", "input", "symbol"]
@@ -124,6 +124,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     return take(graph.clone(gm), example_inputs)
 
 
+@garbage.collected_later()
 def take(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     """Gathers the facts of a graph that nobody else edits."""
     device = _device(example_inputs, list(gm.graph.nodes))
@@ -414,7 +415,7 @@ def _pinned(
             for key in groups[written]:
                 reasons.setdefault(key, f"its memory is written by {node.name}")
         tensors = () if graph.MEMORY in node.meta else graph.tensors_of(graph.value_of(node))
-        if any(t._version > born.get(key, 0) for t in tensors for key in graph.memory_of(t)):
+        if any(t._version > born.get(graph.memory_of(t), 0) for t in tensors):
             for key in groups[node]:
                 reasons.setdefault(key, "its memory is written in place")
         for operand, reason in _watched(node, in_functorch[node]):
@@ -437,7 +438,7 @@ def _versions_at_birth(nodes: Sequence[fx.Node]) -> dict[Hashable, int]:
         if isinstance(node.target, HigherOrderOperator) and name_of(node) in optable.TABLE:
             again = graph.call_on_fakes(node, [graph.called_value(x) for x in graph.operands(node)])
             pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(again), strict=True)
-            born |= {key: fresh._version for old, fresh in pairs for key in graph.memory_of(old)}
+            born |= {graph.memory_of(old): fresh._version for old, fresh in pairs}
     return born
 
 

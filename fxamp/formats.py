@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import MappingProxyType
 from typing import Final
@@ -34,12 +35,14 @@ def name(dtype: torch.dtype) -> str:
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+@functools.cache
 def smallest(dtype: torch.dtype) -> float:
     """Smallest positive value of a float format, subnormals included."""
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
 
+@functools.cache  # asked of every cast by every pass
 def is_lossless(src: torch.dtype, dst: torch.dtype) -> bool:
     """Does every value of the float format `src` exist in `dst`?
 

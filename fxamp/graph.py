@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import operator
 import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves
 
-from fxamp import errors, formats
+from fxamp import errors, formats, garbage
 
 MARK: Final = "fxamp"
 """Key under `node.meta["custom"]` that says "this cast is ours". AOTAutograd carries it to forward and backward."""
@@ -67,7 +68,8 @@ class Cast:
 # ---- reading ----------------------------------------------------------------------------------------------------------
 def value_of(node: fx.Node) -> Any:
     """The fake value (tensor, SymInt, or a nest of them) of a node, in either kind of graph; None if it has none."""
-    return node.meta.get("example_value", node.meta.get("val"))
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
 
 
 def called_value(node: fx.Node) -> Any:
@@ -172,7 +174,7 @@ def own_cast(node: fx.Node) -> Cast | None:
         return None
     source, result = value_of(node.all_input_nodes[0]), value_of(node)
     mark = node.meta["custom"][MARK]
-    return Cast(**{**mark, "src": formats.name(source.dtype), "dst": formats.name(result.dtype)})
+    return Cast(formats.name(source.dtype), formats.name(result.dtype), mark["why"], mark["where"])
 
 
 def is_own_cast(node: fx.Node) -> bool:
@@ -183,8 +185,8 @@ def is_own_cast(node: fx.Node) -> bool:
 def nodes_of_own_casts(gm: fx.GraphModule) -> list[fx.Node]:
     """The casts of fxamp in a graph, not in those nested in it, in order. Costs no walk over all other nodes."""
     targets = (DYNAMO_CAST, JOINT_CAST)
-    casts = [x for target in targets for x in gm.graph.find_nodes(op="call_function", target=target, sort=False)]
-    return sorted(filter(is_own_cast, casts))
+    casts = (x for target in targets for x in gm.graph.find_nodes(op="call_function", target=target, sort=False))
+    return sorted(x for x in casts if MARK in (x.meta.get("custom") or ()))
 
 
 def own_casts(gm: fx.GraphModule) -> tuple[Cast, ...]:
@@ -222,15 +224,15 @@ def storages(node: fx.Node) -> frozenset[Hashable]:
     moved = node.meta.get(MEMORY)
     if moved is not None:
         return frozenset((moved,))
-    return frozenset(key for tensor in tensors_of(value_of(node)) for key in memory_of(tensor))
+    return frozenset(map(memory_of, tensors_of(value_of(node))))
 
 
-def memory_of(tensor: torch.Tensor) -> frozenset[Hashable]:
+def memory_of(tensor: torch.Tensor) -> Hashable:
     """The key of the memory that a tensor lies in."""
     try:
-        return frozenset((tensor.untyped_storage()._cdata,))
+        return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
-        return frozenset((id(tensor),))  # sparse and the like have no storage; they are never lowered either
+        return id(tensor)  # sparse and the like have no storage; they are never lowered either
 
 
 def cast_changes_strides(node: fx.Node) -> bool:
@@ -333,6 +335,7 @@ def quietly(mode: FakeTensorMode) -> contextlib.AbstractContextManager[None]:
 
 
 # ---- copying ----------------------------------------------------------------------------------------------------------
+@garbage.collected_later()
 def clone(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy whose graph, nested graphs and meta can be edited without touching `gm`; tensors are shared.
 
@@ -618,7 +621,7 @@ def after(node: fx.Node) -> fx.Node:
 
 def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> None:
     """Replaces the i-th operand (as `operands` counts) by `change(i, operand)`."""
-    position = iter(range(len(list(operands(node)))))
+    position = itertools.count()
     node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: change(next(position), arg))
 
 
@@ -681,19 +684,18 @@ def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The fake tensor that a cast of the fake tensor `value` gives."""
     if value.dtype == dtype:
         return value
-    with torch.no_grad():
-        cast = _cast_of(value, dtype)
-    return cast.requires_grad_(value.requires_grad)
+    cast = _cast_of(value, dtype)
+    return cast.requires_grad_() if value.requires_grad else cast
 
 
 def _cast_of(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if type(value) is not FakeTensor or value.layout != torch.strided:
-        with getattr(value, "fake_mode", None) or contextlib.nullcontext():
+        with getattr(value, "fake_mode", None) or contextlib.nullcontext(), torch.no_grad():
             return value.to(dtype)
     # What `value.to(dtype)` gives, without the way through the dispatcher: half of the time of a plan went there.
     if value.is_contiguous():
         return fresh(value.fake_mode, value.shape, value.stride(), dtype=dtype, device=value.device)
-    with in_kernel_invocation_manager(value.fake_mode):
+    with in_kernel_invocation_manager(value.fake_mode), torch.no_grad():
         meta = torch.empty_like(value, dtype=dtype, requires_grad=False)
     return FakeTensor(value.fake_mode, meta, value.device)
 
@@ -702,7 +704,7 @@ def fresh(
     mode: FakeTensorMode, shape: Sequence[Any], strides: Sequence[Any], *, dtype: torch.dtype, device: torch.device
 ) -> FakeTensor:
     """A fake tensor in memory of its own, which requires no gradient."""
-    with in_kernel_invocation_manager(mode):
+    with torch._C._DisableTorchDispatch():  # a mode that is on would make it a fake tensor itself
         meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     return FakeTensor(mode, meta, device)
 

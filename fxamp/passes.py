@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import fx
 
-from fxamp import errors, legal
+from fxamp import errors, garbage, legal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,7 @@ class Pass(Protocol):
     def __call__(self, gm: fx.GraphModule) -> Change: ...
 
 
+@garbage.collected_later()
 def run(gm: fx.GraphModule, passes: Sequence[Pass], check: Callable[[fx.GraphModule], None]) -> tuple[Change, ...]:
     """Runs passes in order, checks the graph behind the last (with FXAMP_CHECK=1 behind each), and returns what each did.
 

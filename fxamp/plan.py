@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import _patches, as_given, capture, errors, formats, graph, guards, legal, optable, registered, widening
+from fxamp import _patches, as_given, capture, errors, formats, garbage, graph, guards, legal, optable, registered, widening
 from fxamp.as_given import Given
 from fxamp.calls import Calls, Later
 from fxamp.capture import Captured, Facts
@@ -96,6 +96,7 @@ class Plan:
         return tuple(sorted({name for d in self.everywhere for name in d.computes.split("+")} - {"-"}))
 
 
+@garbage.collected_later()
 def plan(
     captured: Captured,
     policy: Policy,
@@ -294,6 +295,7 @@ class _Planner:
         self.known = guards.known(captured.gm.graph.nodes, self.ops, captured.pinned)
         self.current: dict[fx.Node, Any] = {}
         self.floats: dict[fx.Node, list[torch.Tensor]] = {}
+        self.dtypes: dict[fx.Node, set[torch.dtype]] = {}
         self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
     def plan(self, output_dtype: str) -> Plan:
@@ -332,6 +334,7 @@ class _Planner:
         pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(value), strict=True)
         self.current[node] = value
         self.floats[node] = [now for traced, now in pairs if traced.dtype == TRACED]
+        self.dtypes[node] = {now.dtype for now in self.floats[node]}
 
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
@@ -471,7 +474,7 @@ class _Planner:
             return "contracts nothing: it only moves or multiplies values"
         if not self._has_kernel(facts.op, low):
             return f"has no {formats.name(low)} kernel on {self.captured.device.type}"
-        if graph.storages(node) & frozenset(key for x in operands for key in graph.storages(x)) and cls is OpClass.LOW:
+        if cls is OpClass.LOW and graph.storages(node) & frozenset(key for x in operands for key in graph.storages(x)):
             written = self.captured.pinned.get(node.name)
             return f"in place: {written}" if written else "is a view here"
         if _new_symbols(node, operands):
@@ -505,7 +508,7 @@ class _Planner:
         # A 0-dim tensor takes part in an operation without deciding its dtype (torch's promotion rule).
         counts = op in optable.SELECTING
         deciding = [x for x in operands[:limit] if self._is_float(x) and (counts or not self._is_scalar(x))]
-        dtypes = {t.dtype for x in deciding for t in self._floats(x)}
+        dtypes = {dtype for x in deciding for dtype in self.dtypes[x]}
         narrow = next(iter(dtypes - {TRACED}), TRACED)
         is_mixed = len(dtypes) == 2 and TRACED in dtypes  # two low formats widen each other to fp32
         if is_mixed and all(self._exists_in(x, narrow) for x in deciding if self._has(x, TRACED)):
@@ -617,13 +620,13 @@ class _Planner:
 
     def _exists_in(self, node: fx.Node, dtype: torch.dtype) -> bool:
         """Is everything that the node can hold, whatever the inputs, a number of this format?"""
-        return TRACED in {t.dtype for t in self._floats(node)} and self.known.get(node, guards.UNKNOWN).exists_in(dtype)
+        return TRACED in self.dtypes[node] and self.known.get(node, guards.UNKNOWN).exists_in(dtype)
 
     def _has(self, node: fx.Node, dtype: torch.dtype) -> bool:
-        return all(t.dtype == dtype for t in self._floats(node))
+        return self.dtypes[node] <= {dtype}
 
     def _lowered(self, node: fx.Node) -> bool:
-        return any(t.dtype != TRACED for t in self._floats(node))
+        return not self._has(node, TRACED)
 
     def _is_residual(self, operands: list[fx.Node]) -> bool:
         """Is it x + f(x), where x is wide and f(x) low? Both have one shape, which a bias or a mask has not, and x was there
@@ -641,8 +644,8 @@ class _Planner:
         pairs = list(zip(operands, wanted, strict=True))
         # Among tensors with dimensions, a 0-dim one takes part in whatever format it has.
         deciding = [(x, want) for x, want in pairs if want is not None or not self._is_scalar(x)] or pairs
-        names = {formats.name(want or t.dtype) for x, want in deciding for t in self._floats(x)}
-        return "+".join(sorted(names)) or "-"
+        found = {want or dtype for x, want in deciding for dtype in self.dtypes[x]}
+        return "+".join(sorted(map(formats.name, found))) or "-"
 
     def _output(self, node: fx.Node, output_dtype: str) -> torch.dtype | None:
         if not self._lowered(node):

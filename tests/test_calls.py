@@ -44,7 +44,7 @@ def described(captured: Captured, made: Plan) -> list[Any]:
     numbers: dict[Hashable, int] = {}
 
     def of(tensor: torch.Tensor) -> tuple[Any, ...]:
-        key = next(iter(graph.memory_of(tensor)))
+        key = graph.memory_of(tensor)
         shape, strides = [str(s) for s in tensor.shape], [str(s) for s in tensor.stride()]
         memory = numbers.setdefault(key, len(numbers))
         return type(tensor), tensor.dtype, shape, strides, tensor.device, tensor.requires_grad, memory

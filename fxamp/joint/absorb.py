@@ -103,9 +103,8 @@ def _widens(node: fx.Node) -> bool:
 
 def _may_absorb(user: fx.Node, value: fx.Node) -> bool:
     """Can an operation widen `value` by itself, if another of its operands is wide?"""
-    if user.target in PROMOTES:
-        return list(graph.operands(user)).count(value) == 1 and graph.value_of(user).dtype == graph.value_of(value).dtype
-    return (user.target in SUMS or user.target is _CAT) and graph.value_of(user).dtype == graph.value_of(value).dtype
+    is_alone = user.target in PROMOTES and sum(x is value for x in (*user.args, *user.kwargs.values())) == 1
+    return (is_alone or user.target in SUMS or user.target is _CAT) and _dtype(user) == _dtype(value)
 
 
 def _narrows(user: fx.Node, dtype: torch.dtype) -> bool:
@@ -122,7 +121,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
     """Does an operand decide the format of `node`? A tensor without dimensions takes part without deciding it."""
     value = graph.value_of(operand)
-    return isinstance(value, torch.Tensor) and value.dtype == graph.value_of(node).dtype and value.dim() > 0
+    return isinstance(value, torch.Tensor) and value.dtype == _dtype(node) and value.dim() > 0
 
 
 # ---- where it is widened ------------------------------------------------------------------------------------------------

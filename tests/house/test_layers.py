@@ -17,6 +17,7 @@ LEVELS = MappingProxyType(
         "errors": 0,
         "formats": 0,
         "globs": 0,
+        "garbage": 0,
         "optable": 1,
         "custom_function": 1,
         "tf32": 1,
