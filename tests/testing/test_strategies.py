@@ -9,7 +9,7 @@ from fxamp.testing import strategies
 
 @pytest.mark.parametrize(("reads", "is_drawn"), [("torch.addmm(v, v, v)", False), ("v * 2.0", True)])
 def test_no_gradient_hangs_on_what_batch_norm_writes_unseen(reads: str, is_drawn: bool):
-    """Eager's backward of `addmm` would read the running statistics where v was; that of a product with a number reads none."""
+    """Eager's backward of `addmm` reads the running statistics where v was; that of a product with a number reads none."""
     program = f'''def forward(x: "f32[4, 4] grad"):
     v = x @ x
     w = {reads}
