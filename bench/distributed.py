@@ -160,7 +160,7 @@ class Sharded:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self._blocks:
             fully_shard(block, mp_policy=policy)
-        fully_shard(parts.model, mp_policy=policy)
+        fully_shard(parts.model, mp_policy=replace(policy, output_dtype=torch.float32))  # for the loss
         self._model = parts.model
         self._criterion, self._batches = parts.criterion, job.batches(parts)
         self._optimizer = systems.optimizer_for(case.workload, self._model, self._device_type)

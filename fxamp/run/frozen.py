@@ -7,7 +7,6 @@ hold an address of the memory, is copied at every call.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fxamp import errors, formats
-from fxamp.run import writes
+from fxamp.run import stepping, writes
 
 Compiled = Callable[..., Any]
 
@@ -159,7 +157,7 @@ class WeightCopies:
         if any(slot.weight.is_cuda for slot in found):
             writes.watch_lists()
         self._slots += found
-        _watching().add(self)
+        stepping.after().add(self)
         _forget_guards(found)
         return Frozen(self, found)
 
@@ -378,19 +376,6 @@ class WeightCopies:
 
 def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
-
-
-@functools.cache
-def _watching() -> weakref.WeakSet[WeightCopies]:
-    """Those that are told of optimizers' steps, by one hook for all of them, never removed."""
-    known: weakref.WeakSet[WeightCopies] = weakref.WeakSet()
-
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for copies in known:
-            copies.note_step(optimizer)
-
-    register_optimizer_step_post_hook(hook)
-    return known
 
 
 class _Refusal:

@@ -2,23 +2,29 @@
 
 A weight that a graph reads in one low format alone becomes a leaf of that format. It is written once a step, for all
 micro-batches and graphs together, and its gradients stay low until the update, or until they are added up in fp32.
+
+A step that runs as it is writes all copies anew at its beginning. A recorded one may have them written by its update, behind
+the weights; it then asks, before each replay, whether anybody else has written a weight since (`fxamp.run.writes`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxamp import errors
+from fxamp.run import stepping, writes
 
 Compiled = Callable[..., Any]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Leaf:
     """The copy of a weight in one low format."""
 
@@ -27,8 +33,14 @@ class Leaf:
     """Requires a gradient where the weight does. The same tensor from step to step, as CUDA graphs read it."""
     version: int
     """Autograd's count of writes to the weight, when it was copied."""
+    layout: tuple[int, tuple[int, ...]] = (0, ())
+    """Where the weight lay then, and its strides."""
+    is_known: bool = True
+    """Would a write since have left a trace on the weight?"""
     is_read: bool = False
     """Has a graph read it since the step began? It may have saved it for its backward."""
+    is_restless: bool = False
+    """Does the model write the weight between two graphs that read it?"""
     arrived: list[Tensor] = field(default_factory=list)
     """Gradients, one for each graph and micro-batch: autograd would add them up in the low format."""
 
@@ -50,6 +62,13 @@ class Leaf:
         self._listen(another)
         return another
 
+    def is_current(self) -> bool:
+        """Does it hold what the weight holds? Of a weight that is not trained, nobody knows: somebody else may have it frozen,
+        and whoever marks it anew would hide from the other what was written before."""
+        weight = self.weight
+        is_same = self.is_known and weight.requires_grad and (self.version, self.layout) == (weight._version, _layout(weight))
+        return is_same and writes.is_marked(weight) and writes.is_alone(weight)
+
     def fits(self) -> bool:
         """Is it still a copy of a weight like this one?"""
         return self.low.shape == self.weight.shape and self.low.requires_grad == self.weight.requires_grad
@@ -70,6 +89,11 @@ class LowLeaves:
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._eligible = {id(w): w for w in weights if _is_plain(w)}
         self._leaves: dict[tuple[int, torch.dtype], Leaf] = {}
+        self._ever: weakref.WeakSet[Leaf] = weakref.WeakSet()
+        """Those too that only recordings read."""
+        self.num_copied = 0
+        """Copies that were found stale before a replay."""
+        stepping.after().add(self)
 
     def __iter__(self) -> Iterator[Leaf]:
         return iter(self._leaves.values())
@@ -96,23 +120,56 @@ class LowLeaves:
         leaf = self._leaves.get(key)
         if leaf is None or not leaf.fits():
             leaf = self._leaves[key] = Leaf.of(weight, dtype)
+            self._ever.add(leaf)
         elif leaf.version != weight._version:  # written since, by the model itself
             if leaf.is_read:
                 leaf.renew(dtype)
-                leaf.is_read = False
+                leaf.is_read, leaf.is_restless = False, True
             else:
                 _copy([leaf])
         is_first, leaf.is_read = not leaf.is_read, True
         return leaf.low if is_first else leaf.alias()
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        """Before a step: forgets what has arrived, and writes all copies anew, however the weights have changed."""
+    def begin(self, *, copies: bool = True) -> None:
+        """Before a step: forgets what has arrived, and writes all copies anew, however the weights have changed; not where
+        they are known to be current."""
         self._leaves = {key: leaf for key, leaf in self._leaves.items() if leaf.fits()}
         self.drop_gradients()
         for leaf in self:
             leaf.is_read = False
-        _copy(list(self))
+        if copies:
+            _copy(list(self))
+
+    @property
+    def read(self) -> tuple[Leaf, ...]:
+        """Those that graphs have read since the step began."""
+        return tuple(leaf for leaf in self if leaf.is_read)
+
+    def can_be_followed(self) -> bool:
+        """Can the update write the copies, for the next step?"""
+        return not any(leaf.is_restless for leaf in self)
+
+    def bring_up_to_date(self, leaves: Iterable[Leaf]) -> None:
+        """Before a step that does not write these copies itself: copies what may have been written since. Reads no memory."""
+        stale = [leaf for leaf in leaves if not leaf.is_current()]
+        for leaf in stale:
+            writes.mark(leaf.weight)  # what is written behind the mark is seen
+        _copy(stale)
+        self.num_copied += len(stale)
+        for leaf in stale:
+            leaf.is_known = writes.is_alone(leaf.weight)  # who has an address from before leaves the mark
+
+    def forget(self, *, but: Iterable[Leaf] = ()) -> None:
+        """After a step: the weights have been written, by address; `but`: and these copies with them."""
+        kept = set(but)
+        for leaf in self._ever:
+            leaf.is_known = leaf.is_known and leaf in kept
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Somebody else's optimizer has stepped. Fused ones leave neither a mark on CUDA nor a new version."""
+        if self._ever and any(id(p) in self._eligible for group in optimizer.param_groups for p in group["params"]):
+            self.forget()
 
     def refuse_hooks(self) -> None:
         """Raises: InvalidOption for a hook that was put on a weight since, and would never run."""
@@ -148,7 +205,11 @@ def _copy(leaves: Sequence[Leaf]) -> None:
     if leaves:
         torch._foreach_copy_([leaf.low.detach() for leaf in leaves], [leaf.weight.detach() for leaf in leaves])
     for leaf in leaves:
-        leaf.version = leaf.weight._version
+        leaf.version, leaf.layout, leaf.is_known = leaf.weight._version, _layout(leaf.weight), True
+
+
+def _layout(weight: Tensor) -> tuple[int, tuple[int, ...]]:
+    return writes.address(weight), weight.stride()
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
@@ -13,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxamp import errors, ops
-from fxamp.run import skipping
+from fxamp.run import skipping, stepping
 from fxamp.run.attachment import Attachment
 from fxamp.run.flags import Flags, ProbedGraph
 from fxamp.run.health import AT_FLOOR, Finding, Slot, findings
@@ -77,7 +75,7 @@ class Scaler:
         """fp32 [2, number of regions], as `Flags.by_region`, since the last update."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
-        _watching().add(self)
+        stepping.before().add(self)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------------
     @torch.inference_mode(False)  # tensors made under it could not be saved for a backward, ever
@@ -170,7 +168,7 @@ class Scaler:
         """(class of the optimizer, its route), for those attached."""
         return tuple((type(optimizer).__name__, attachment.route) for optimizer, attachment in self._attached.items())
 
-    def warn_if_unattached(self, optimizer: Optimizer) -> None:
+    def expect_step(self, optimizer: Optimizer) -> None:
         """Says so if an optimizer steps parameters of this Amp that it is not attached to."""
         if optimizer in self._attached:
             return
@@ -474,20 +472,6 @@ def _rank() -> int | None:
     from torch import distributed
 
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
-
-
-@functools.cache
-def _watching() -> weakref.WeakSet[Scaler]:
-    """Those that watch for optimizers that are not attached, by one hook for all of them, never removed: one that goes
-    with its scaler would be removed by the garbage collector, while an optimizer walks along the hooks."""
-    scalers: weakref.WeakSet[Scaler] = weakref.WeakSet()
-
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for scaler in scalers:
-            scaler.warn_if_unattached(optimizer)
-
-    register_optimizer_step_pre_hook(hook)
-    return scalers
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxamp import errors
-from fxamp.run import capturable, skipping, update, warming
+from fxamp.run import capturable, skipping, stepping, update, warming, writes
 from fxamp.run.learning_rates import LearningRates
-from fxamp.run.leaves import LowLeaves
+from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -147,6 +147,16 @@ class _Recording:
     """In the memory of the graph: the next replay overwrites it."""
     room: Tensor | None
     """What kernels of the update read."""
+    leaves: tuple[Leaf, ...]
+    """Low copies of weights that it reads."""
+    lows: tuple[Tensor, ...]
+    """Their memory."""
+    followed: tuple[Leaf, ...]
+    """Those that its update writes; () where it writes all of them anew at its beginning."""
+
+
+class _CannotFollow(Exception):
+    """The update does not write the low copies that the step was to find current."""
 
 
 @dataclass(kw_only=True)
@@ -225,6 +235,7 @@ class TrainStep:
             self._stream, self._pool = _stream_of(self._device), torch.cuda.graph_pool_handle()
         if self._on_cuda and not update.why_not(task.optimizer):
             self._update = FusedUpdate(task.optimizer)
+            writes.watch_lists()
         self._room: Tensor | None = None
         """Of the step that is being recorded."""
         self._num_recordings = self._num_replayed = 0
@@ -303,7 +314,11 @@ class TrainStep:
         if shape.inputs:
             torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
         self._rates.refresh()
+        if recording.followed:
+            self._leaves.bring_up_to_date(recording.leaves)
         recording.graph.replay()
+        self._leaves.forget(but=recording.followed)
+        stepping.tell(self._task.optimizer, by=self._leaves)
         self._num_replayed += 1
         self._task.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what learning-rate schedules ask
         if self._scaler is not None:
@@ -327,11 +342,14 @@ class TrainStep:
             x.record_stream(self._stream if x is not loss else now)
         return loss
 
-    def _launch(self, batch: Batch, tensors: Sequence[Tensor]) -> Tensor:
-        """The plain loop. Nothing of it waits, once the optimizer has its state."""
+    def _launch(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool = False) -> Tensor:
+        """The plain loop. Nothing of it waits, once the optimizer has its state.
+
+        With `follows`, low copies of weights are current when it begins, and the update writes them too.
+        """
         task, total = self._task, None
         self._drop_gradients()
-        self._leaves.begin()
+        self._leaves.begin(copies=not follows)
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
         for args, kwargs in batch.parts(tensors, task.accumulate):
@@ -343,16 +361,19 @@ class TrainStep:
                 self._leaves.widen_gradients(inverse)
         assert total is not None
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
-            self._take(inverse)
+            self._take(inverse, follows=follows)
+        self._leaves.forget()
         self._drop_gradients()
         return total
 
     @torch.no_grad()
-    def _take(self, inverse: Tensor | None) -> None:
+    def _take(self, inverse: Tensor | None, *, follows: bool) -> None:
         """The update, with the gradients that have arrived."""
         takes_all = self._update is not None and self._has_state() and not update.why_not(self._task.optimizer)
-        gradients = self._gradients() if takes_all else []
+        gradients = self._gradients(follows=follows) if takes_all else []
         if self._update is None or not gradients or not self._update.takes(gradients):
+            if follows:
+                raise _CannotFollow
             self._leaves.widen_gradients(inverse)
             if self._task.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._task.clip_grad_norm)
@@ -371,14 +392,21 @@ class TrainStep:
         if self._scaler is not None:
             self._scaler.took(optimizer, bad)
 
-    def _gradients(self) -> list[Gradient]:
+    def _gradients(self, *, follows: bool) -> list[Gradient]:
         """What each parameter is updated by: a low gradient where it has no other."""
+        read = self._leaves.read if follows else ()
+        copies = {id(leaf.weight): leaf.low for leaf in read}
         low = [leaf for leaf in self._leaves if leaf.arrived]
         alone = {id(leaf.weight): leaf for leaf in low if leaf.weight.grad is None and len(leaf.arrived) == 1}
-        if len(alone) < len(low):
+        if len(alone) < len(low) or len(copies) < len(read):
             return []  # a weight that is read in two formats, or by two graphs
         return [
-            Gradient(parameter=p, gradient=gradient, is_scaled=leaf is not None and self._scaler is not None)
+            Gradient(
+                parameter=p,
+                gradient=gradient,
+                is_scaled=leaf is not None and self._scaler is not None,
+                low=copies.get(id(p)),
+            )
             for p in self._parameters
             for leaf in (alone.get(id(p)),)
             if (gradient := p.grad if leaf is None else leaf.arrived[0]) is not None
@@ -422,7 +450,7 @@ class TrainStep:
         """Forgets what was recorded with tensors that are elsewhere now, or with other hyperparameters."""
         held = (t for m in self._modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None)
         world = (
-            tuple(t.data_ptr() for t in held),
+            tuple((writes.address(t), t.stride()) for t in held),
             capturable.hyperparameters(self._task.optimizer),
             () if self._scaler is None else self._scaler.addresses(),
             self._num_loads,
@@ -480,17 +508,27 @@ class TrainStep:
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 warming.step(self._loss, args, kwargs)
             if self._update is not None:
-                self._update.load({torch.float32, *(leaf.low.dtype for leaf in self._leaves)}, self._rates.tensors)
+                self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _record(self, batch: Batch, shape: _Shape) -> _Recording | None:
         """None: the optimizer has made state, which each replay would make anew. A step that is not recorded has to."""
+        if self._update is not None and self._leaves.can_be_followed():
+            try:
+                return self._record_one(batch, shape, follows=True)
+            except _CannotFollow:
+                self._forget_half_a_step()
+        return self._record_one(batch, shape, follows=False)
+
+    def _record_one(self, batch: Batch, shape: _Shape, *, follows: bool) -> _Recording | None:
         graph, known = torch.cuda.CUDAGraph(), capturable.state_of(self._task.optimizer)
+        if follows:
+            self._leaves.bring_up_to_date(self._leaves)
         room = self._room = None if self._update is None else self._update.reserve()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                loss = self._launch(batch, shape.inputs)
+                loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None
         if self._update is not None:
@@ -498,7 +536,15 @@ class TrainStep:
         if capturable.forget_new(self._task.optimizer, known):
             return None
         self._num_recordings += 1
-        return _Recording(graph=graph, loss=loss, room=room)
+        leaves = self._leaves.read
+        return _Recording(
+            graph=graph,
+            loss=loss,
+            room=room,
+            leaves=leaves,
+            lows=tuple(leaf.low for leaf in leaves),
+            followed=leaves if follows else (),
+        )
 
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Generator[None]:

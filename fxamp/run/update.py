@@ -119,13 +119,14 @@ class FusedUpdate:
                     self.fill()
                 self._run(group, table, (rate, factors[of[2]], overflowed), *of[:2])
 
-    def load(self, gradients: Iterable[torch.dtype], rates: Sequence[Tensor]) -> None:
-        """Loads the kernels for gradients of these formats, by launches that do nothing: no kernel can be loaded while
-        something is recorded."""
+    def load(self, low: Iterable[torch.dtype], rates: Sequence[Tensor]) -> None:
+        """Loads the kernels for fp32 gradients, and gradients and copies of these formats, by launches that do nothing: no
+        kernel can be loaded while something is recorded."""
+        formats = [(torch.float32, None), *((grad, copy) for d in low for grad in (torch.float32, d) for copy in (None, d))]
         one = torch.ones_like(rates[0])  # "overflowed": nothing is read
         nothing = torch.zeros((1, self._kernels.COLUMNS), dtype=torch.int64, device=one.device)
-        for group, grad in itertools.product(self._optimizer.param_groups, gradients):
-            self._run(group, nothing, (one, one, one), grad, None)
+        for group, (grad, copy) in itertools.product(self._optimizer.param_groups, formats):
+            self._run(group, nothing, (one, one, one), grad, copy)
 
     def fill(self) -> None:
         """Fills the tables of what was launched: from the host, which a recording would do over and over."""

@@ -36,9 +36,19 @@ def is_marked(tensor: Tensor) -> bool:
     return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def address(tensor: Tensor) -> int:
+    """Where the numbers of a tensor begin. Leaves the mark, which `data_ptr()` takes away."""
+    return torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def unmark(tensor: Tensor) -> None:
     """Takes the mark away."""
     tensor.data_ptr()
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Is its memory no one else's?"""
+    return num_owners(tensor.untyped_storage()) <= 2  # the tensor, and what was just asked
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:
@@ -64,7 +74,7 @@ def watch_lists() -> None:
 
 
 def taking_marks(write: Callable[..., Any], num_written: int | None) -> Callable[..., Any]:
-    """A function that writes the first so many of its arguments, lists of tensors, as one that asks for pointers to write by."""
+    """A function that writes lists of tensors, the first so many of its arguments, as one that asks for pointers to do so."""
 
     @functools.wraps(write)
     def call(*args: Any, **kwargs: Any) -> Any:
