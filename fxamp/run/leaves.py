@@ -186,16 +186,17 @@ class LowLeaves:
         arrived = [(leaf.weight, gradient) for leaf in self for gradient in leaf.arrived]
         if not arrived:
             return
-        first = {id(weight): i for i, (weight, _) in reversed(list(enumerate(arrived))) if weight.grad is None}
-        # A true one is widened where it is added; what is scaled has to be made true before, in fp32.
-        widened = [i for i in range(len(arrived)) if inverse_scale is not None or i in first.values()]
-        wide = [torch.empty_like(arrived[i][0], requires_grad=False) for i in widened]
-        torch._foreach_copy_(wide, [arrived[i][1] for i in widened])
-        if inverse_scale is not None:
+        if inverse_scale is None:  # a true gradient is widened where it is added
+            for weight, gradient in [(w, g) for w, g in arrived if w.grad is not None]:
+                assert weight.grad is not None
+                weight.grad.add_(gradient)
+            arrived = [(w, g) for w, g in arrived if w.grad is None]
+        wide = [torch.empty_like(weight, requires_grad=False) for weight, _ in arrived]
+        if wide:
+            torch._foreach_copy_(wide, [gradient for _, gradient in arrived])
+        if wide and inverse_scale is not None:
             torch._foreach_mul_(wide, inverse_scale)
-        true = dict(zip(widened, wide, strict=True))
-        for i, (weight, gradient) in enumerate(arrived):
-            gradient = true.get(i, gradient)
+        for (weight, _), gradient in zip(arrived, wide, strict=True):
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         self.drop_gradients()
 
