@@ -59,6 +59,8 @@ class System:
     """Passes of fxamp that are asked for by name."""
     is_train_step: bool = False
     """fxamp's own step, optimizer included."""
+    unscaled: bool = False
+    """Does fxamp leave the loss as it is? What that spares is the cost of scaling, skipping and checks."""
     freezes: bool = False
     """Does fxamp keep low copies of the weights?"""
 
@@ -183,7 +185,16 @@ def _fxamp() -> list[System]:
     relaxed_step = replace(
         steps[0], name="fxamp-bf16-relaxed-train-step", about=f"{steps[0].about}, {_RELAXING}", relaxed=RELAXED
     )
-    return [*calls, *steps, relaxed_step]
+    residual_step = replace(
+        relaxed_step,
+        name="fxamp-bf16-relaxed-residual-train-step",
+        about=f"{relaxed_step.about} and low_residual",
+        relaxed=(*RELAXED, "low_residual"),
+    )
+    unscaled_step = replace(
+        steps[1], name="fxamp-fp16-unscaled-train-step", about=f"{steps[1].about}, scaling=None", unscaled=True
+    )
+    return [*calls, *steps, relaxed_step, residual_step, unscaled_step]
 
 
 def all_systems() -> dict[str, System]:
@@ -264,8 +275,8 @@ def amp_for(system: System, workload: Workload) -> fxamp.Amp:
         options["mode"] = system.mode
     if system.relaxed:
         options["relaxed"] = system.relaxed
-    if workload.kind == "infer" and system.precision == "fp16":
-        options["scaling"] = None  # there is no gradient to scale
+    if system.unscaled or (workload.kind == "infer" and system.precision == "fp16"):
+        options["scaling"] = None  # or there is no gradient to scale
     return fxamp.Amp(**options)
 
 
