@@ -604,7 +604,8 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
     check = legal.checker(legal.REWRITTEN, captured.gm, output_dtypes=output_dtype == "traced")
     inputs = captured.gm.graph.find_nodes(op="placeholder")
     copied = [inputs[i].name for i in shared.copied]
-    steps = rewrite.passes_for(captured, made, relaxed=options.relaxed, frozen=copied)
+    measures = (options.mode or "").startswith("max-autotune")
+    steps = rewrite.passes_for(captured, made, relaxed=options.relaxed, frozen=copied, measures=measures)
     changes = passes.run(rewritten, steps, check)
     program = _lower(rewritten, made, shared)
     notes = [note for rung in dict.fromkeys(dict(assignment.precisions).values()) for note in resolved[rung][1]]

@@ -47,6 +47,9 @@ MEMORY: Final = "fxamp_memory"
 PLAIN: Final = (FakeTensor, torch.nn.Parameter)
 """Types of a value that is a tensor and nothing more."""
 
+MEASURED: Final = "fxamp_measured"
+"""Key under `node.meta` of what was measured for an operation, in words."""
+
 DYNAMO_CAST: Final = torch.ops.aten.to.dtype
 JOINT_CAST: Final = torch.ops.prims.convert_element_type.default
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 
 @torch.library.custom_op("fxamp::round_to", mutates_args=())
@@ -148,7 +148,7 @@ LOST_SHARES: Final = torch.ops.fxamp.lost_shares.default
 torch.library.define(
     "fxamp::attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, "
-    "float? scale=None, bool enable_gqa=False) -> Tensor",
+    "float? scale=None, bool enable_gqa=False, int[]? kernels=None) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -165,14 +165,34 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    kernels: list[int] | None = None,
 ) -> Tensor:
     """`scaled_dot_product_attention` of low operands whose products are low also where no fused kernel takes it.
 
     There PyTorch itself computes both products, and their gradients, in fp32. Where only the strides of an operand keep the
     fused kernels away (a mask expanded along the keys), they get a copy of it in the strides that they want.
 
-    Args and result: as of `torch.nn.functional.scaled_dot_product_attention`.
+    Args and result: as of `torch.nn.functional.scaled_dot_product_attention`; `kernels`: those that are allowed, as values of
+    `SDPBackend`, the preferred first; None: as the process has it.
     """
+    if kernels is not None:
+        with sdpa_kernel([SDPBackend(kernel) for kernel in kernels], set_priority=True):
+            return attention_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return attention_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def attention_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """As `attention`, by the kernels that are allowed at this moment."""
     arguments: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     is_empty = any(size == 0 for x in (query, key, value) for size in x.shape)

@@ -391,7 +391,7 @@ def _attention(
     if not missed and given.get("attn_mask") is not None:
         missed, advice = _mask(proofs, before)
     dropout = given.get("dropout_p") or 0.0
-    price = ""
+    price = str(node.meta.get(graph.MEASURED, ""))
     if isinstance(dropout, float) and dropout and not (dropout * 16).is_integer():
         price = f"but not cuDNN's, which drops multiples of 1/16 alone, and this drops {dropout:g}"
     elif not missed and op == "fxamp::attention" and all(repetitions.is_repeated(given[name]) for name in ("key", "value")):

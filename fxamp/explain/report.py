@@ -256,7 +256,7 @@ def _scheduling_table(changes: Sequence[tuple[str, str, str]]) -> Table:
     return table
 
 
-_SPEEDING: Final = ("ReplaceMasks", "LowAttention", "GroupQueries", "TakeLowWeights")
+_SPEEDING: Final = ("ReplaceMasks", "LowAttention", "GroupQueries", "ChooseAttentionKernels", "TakeLowWeights")
 """Passes that clear the way to a fast kernel: what they leave alone stays slow."""
 
 
