@@ -346,7 +346,11 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    text = list(stack.values())[-1][0]
+    return _path_in(next(reversed(stack.values()))[0])
+
+
+@functools.lru_cache(maxsize=1024)
+def _path_in(text: str) -> str:
     words = [w for w in _PATH_WORD.findall(text) if w not in ("getattr", "_modules")]
     return ".".join(words[2:] if words[:1] in (["L"], ["G"]) else words)
 
