@@ -526,8 +526,9 @@ class TrainStep:
             self._leaves.bring_up_to_date(self._leaves)
         room = self._room = None if self._update is None else self._update.reserve()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with _own_workspaces(), capture:
                 loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None
@@ -566,6 +567,17 @@ class TrainStep:
         self._shapes.clear()
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
+
+
+@contextlib.contextmanager
+def _own_workspaces() -> Generator[None]:
+    """Inside, the matrix library makes its workspaces anew, in the memory of the graph that is recorded. It would take those
+    that it has for the stream, which whoever else records (Inductor) frees: replays would write into memory of others."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _note_load(step: weakref.ref[TrainStep]) -> None:

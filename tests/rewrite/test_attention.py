@@ -40,7 +40,7 @@ def steps(fn: Program, inputs: list[Any], **compile_options: Any) -> list[Tensor
     torch._dynamo.reset()
     out = torch.compile(fn, **compile_options)(*leaves)
     wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
-    cotangent = torch.arange(out.numel()).cos().view(out.shape).to(out.dtype)
+    cotangent = torch.arange(out.numel(), device=out.device).cos().view(out.shape).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, wanted, cotangent)]
 
 
