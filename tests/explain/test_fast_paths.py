@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import pytest
@@ -274,3 +275,63 @@ def test_dynamic_sizes_add_no_guard():
         assert [p.kind for p in paths] == ["matrix product", "attention", "matrix product", "convolution"]
         assert "symbolic" in paths[1].why
         assert "images in NCHW" in paths[3].why
+
+
+# ---- what Inductor does about layouts ---------------------------------------------------------------------------------------
+class Images(nn.Module):
+    """Convolutions that Inductor's rules let it lay out anew, and an image as the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(32, 128, 3, padding=1), nn.Conv2d(128, 96, 3, padding=1)
+        self.norm = nn.BatchNorm2d(128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.norm(self.first(x))))
+
+
+def layouts_of(code: str) -> list[str]:
+    """The strides of the results of convolutions in Inductor's code: "channels_last", or as they are."""
+    results = re.findall(r"(\w+) = extern_kernels\.convolution\(", code)
+    found = [re.search(rf"assert_size_stride\({name}, \(([^)]*)\), \(([^)]*)\)", code) for name in results]
+    strides = [[int(s) for s in match[2].split(",") if s.strip()] for match in found if match]
+    assert len(strides) == len(results)
+    return ["channels_last" if s[1] == 1 else str(s) for s in strides]
+
+
+@pytest.mark.slow
+def test_inductor_lays_out_what_was_cast():
+    """No pass of fxamp's is needed: with its casts in the graph, Inductor makes images in NCHW channels_last, and what leaves
+    the graph has the strides of the program."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, image = Images(), of(2, 32, 16, 16)
+    compiled = torch.compile(model, backend=fxamp.Amp(precision="bf16"))
+    out, (forward, *_) = run_and_get_code(compiled, image)
+    assert layouts_of(forward) == ["channels_last", "channels_last"]
+    assert out.stride() == model(image).stride()
+    out.square().mean().backward()
+    assert all(p.grad is not None and p.grad.is_contiguous() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_layouts_on_a_gpu():
+    """Images in NCHW: cuDNN converts no layout, for Inductor handed it channels_last already."""
+    from torch._inductor.utils import run_and_get_code
+
+    model, image = Images().cuda(), of(16, 32, 64, 64).cuda()
+    amp = fxamp.Amp(precision="bf16")
+    compiled = torch.compile(model, backend=amp)
+    out, (forward, *_) = run_and_get_code(compiled, image)
+    assert layouts_of(forward) == ["channels_last", "channels_last"]
+    assert out.stride() == model(image).stride()
+    assert all(p.is_taken and "channels_last" in p.why for p in amp.report().fast_paths)
+
+    def step() -> None:
+        compiled(image).square().mean().backward()
+
+    profile = amp.profile(step)
+    print(profile)
+    converting = [k for k in profile.kernels if "nchwtonhwc" in k.name.lower() or "nhwctonchw" in k.name.lower()]
+    assert sum(profile.share(k) for k in converting) < 0.05
