@@ -572,7 +572,8 @@ def test_a_copy_outlives_a_time_in_which_its_weight_is_not_trained():
 @pytest.mark.gpu
 def test_ten_thousand_steps_of_all_kinds():
     """Shapes, precisions, overflows, evaluations, writes: no wrong batch, no stale weight, no recording, no growing memory."""
-    model, optimizer, amp = made(CUDA, ladder=("fp16", "bf16", "fp32"), policy={"first": "fp32"})
+    scaling = fxamp.DynamicScale(growth_interval_steps=8)  # every twentieth batch overflows
+    model, optimizer, amp = made(CUDA, ladder=("fp16", "bf16", "fp32"), policy={"first": "fp32"}, scaling=scaling)
     for group in optimizer.param_groups:
         group["lr"] = 1e-4
     step = amp.train_step(model, nn.MSELoss(), optimizer)
@@ -586,8 +587,8 @@ def test_ten_thousand_steps_of_all_kinds():
 
     def one(i: int) -> None:
         amp.set_precision(draw.choice(("fp16", "bf16", "fp32")))
-        x, y = data[draw.choice((4, 8, 16))][draw.randrange(8)]
-        checked = i % 50 == 0 and bool(torch.isfinite(x).all())
+        x, y = data[draw.choice((4, 8, 16))][draw.randrange(6) if i % 20 else 6]
+        checked = i % 50 == 1
         with torch.no_grad():
             if draw.random() < 0.02:
                 evaluate(data[8][0][0])
