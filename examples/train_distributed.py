@@ -25,9 +25,12 @@ import fxamp
 from fxamp.demo import Corpus, DemoConfig, GPTConfig, initial_model
 
 NUM_OWN_RANKS = 2
+ON_CUDA = "RANK" in os.environ and torch.cuda.is_available()  # processes of our own are on the CPU
 SIZE = GPTConfig(num_layers=2, num_heads=4, width=128, num_context_bytes=32)
+if not ON_CUDA:
+    SIZE = GPTConfig(num_layers=1, num_heads=2, width=32, num_context_bytes=16)  # seconds, most of them imports
 BUCKET_MB = 1
-"""The smallest that DDP takes: gradients travel in two buckets, the first while the backward still runs."""
+"""The smallest that DDP takes. On CUDA gradients travel in two buckets, the first while the backward still runs."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,8 +38,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--strategy", nargs="+", choices=("ddp", "fsdp2"), default=["ddp", "fsdp2"])
     out.add_argument("--precision", nargs="+", choices=("bf16", "fp16"), default=["fp16"])
     out.add_argument("--train-step", action="store_true", help="amp.train_step in place of the loop")
-    out.add_argument("--steps", type=int, default=40)
-    out.add_argument("--overflow-every", type=int, default=16, metavar="N", help="steps; on one rank only (0: never)")
+    out.add_argument("--steps", type=int, default=200 if ON_CUDA else 16)
+    overflow_every = 16 if ON_CUDA else 8
+    out.add_argument("--overflow-every", type=int, default=overflow_every, metavar="N", help="steps; on one rank only (0: never)")
     out.add_argument("--lower", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, else aot_eager")
     return out
 
@@ -118,11 +122,10 @@ def fingerprint(parameter: Tensor) -> str:
 # ---- the processes -----------------------------------------------------------------------------------------------------
 def work(args: argparse.Namespace) -> None:
     """What each rank does, with the variables that torchrun sets."""
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
-    if on_cuda:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_CUDA else torch.device("cpu")
+    if ON_CUDA:
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if on_cuda else "gloo")
+    distributed.init_process_group("nccl" if ON_CUDA else "gloo")
     try:
         for strategy in args.strategy:
             for precision in args.precision:

@@ -29,8 +29,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for linear, norm in zip(self.linears, self.norms, strict=True):
