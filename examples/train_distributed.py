@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--precision", nargs="+", choices=("bf16", "fp16"), default=["fp16"])
     out.add_argument("--train-step", action="store_true", help="amp.train_step in place of the loop")
     out.add_argument("--steps", type=int, default=200 if ON_CUDA else 16)
-    overflow_every = 16 if ON_CUDA else 8
-    out.add_argument("--overflow-every", type=int, default=overflow_every, metavar="N", help="steps; on one rank only (0: never)")
+    every = 16 if ON_CUDA else 8
+    out.add_argument("--overflow-every", type=int, default=every, metavar="N", help="steps; on one rank only (0: never)")
     out.add_argument("--lower", choices=("inductor", "aot_eager"), help="default: inductor on CUDA, else aot_eager")
     return out
 

@@ -711,9 +711,11 @@ def _probed(captured: Captured, scaler: Scaler, ladder: Ladder) -> ProbedGraph:
         )
     inputs = captured.differentiable
     parameters = {i: node for i, node in inputs.items() if captured.roles[node.name] == "parameter"}
-    half = [node.name for node in parameters.values() if graph.value_of(node).dtype == torch.float16]
+    half = [node for node in parameters.values() if graph.value_of(node).dtype == torch.float16]
+    if half and graph.is_sharded(half[0]):
+        raise skipping.half_gathered(len(half), half[0].name)
     if half:
-        raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0]} for one,")
+        raise skipping.half_parameters(f"{len(half)} parameters of the graph, {half[0].name} for one,")
     regions = tuple(ladder.number_of(_module_of(node, captured)) for node in inputs.values())
     return scaler.graph({i: graph.input_name(node) for i, node in inputs.items()}, parameters, regions)
 

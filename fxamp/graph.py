@@ -499,6 +499,12 @@ def insert_retyped_constant(node: fx.Node, dtype: torch.dtype, *, before: fx.Nod
     return made
 
 
+def is_sharded(node: fx.Node) -> bool:
+    """Is an input of Dynamo's graph a parameter that FSDP gathers for the call? Its dtype is that of FSDP's policy."""
+    source: Any = getattr(getattr(node, "_dynamo_source", None), "guard_source", None)
+    return source is not None and source.is_fsdp_module()
+
+
 def input_name(node: fx.Node) -> str:
     """What a user calls an input of Dynamo's graph: "layers.0.weight" for a parameter or buffer, else its name there."""
     text: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")

@@ -68,6 +68,16 @@ def half_parameters(whose: str) -> errors.CannotScale:
     )
 
 
+def half_gathered(num: int, name: str) -> errors.CannotScale:
+    """The error for parameters that FSDP2 hands out in fp16: true gradients would travel, and be stored, in fp16."""
+    return errors.CannotScale(
+        f"{num} parameters of the graph, {name} for one, are fp16, as FSDP2's MixedPrecisionPolicy(param_dtype=torch.float16) "
+        "gathers them: their gradients are fp16 too, and true gradients are rounded to multiples of 2^-24",
+        way_out="Leave param_dtype out: FSDP2 then gathers fp32 parameters, which fxamp casts to fp16 in the graph, and "
+        "gradients travel in reduce_dtype or fp32. Or use param_dtype=torch.bfloat16 with precision='bf16'",
+    )
+
+
 # ---- choosing -------------------------------------------------------------------------------------------------------------
 def choose(optimizer: Optimizer, wish: str) -> Route:
     """The route that an optimizer takes from now on. `wish`: "auto" or the name of one.

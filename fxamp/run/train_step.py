@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxamp import errors
-from fxamp.run import capturable, skipping, stepping, update, warming, writes
+from fxamp.run import capturable, reduction, skipping, stepping, update, warming, writes
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.update import FusedUpdate, Gradient
@@ -352,10 +352,11 @@ class TrainStep:
         self._leaves.begin(copies=not follows)
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
-        for args, kwargs in batch.parts(tensors, task.accumulate):
-            loss = self._loss(*args, **kwargs)
-            _check_loss(loss)
-            loss.backward()
+        for i, (args, kwargs) in enumerate(batch.parts(tensors, task.accumulate), 1):
+            with reduction.put_off(self._modules if i < task.accumulate else ()):
+                loss = self._loss(*args, **kwargs)
+                _check_loss(loss)
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
             if task.accumulate > 1:
                 self._leaves.widen_gradients(inverse)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
@@ -24,6 +26,9 @@ NUM_STEPS = 100
 BAD: dict[int, tuple[int, float]] = {0: (1, math.inf), 17: (0, math.nan), 18: (1, 1e38), 60: (0, math.inf)}
 """Step -> (rank, what the loss is multiplied by)."""
 
+NUM_PARTS = 3
+"""Micro-batches of a batch."""
+
 BAD_LOCALLY = 40
 """A step with one bad number on rank 0, where no reduction of gradients tells rank 1 of it."""
 
@@ -37,17 +42,31 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
-def made(kind: str, amp: fxamp.Amp) -> nn.Module:
+def made(kind: str, amp: fxamp.Amp, policy: Any = None) -> nn.Module:
+    """Compiled. `policy`: FSDP2's MixedPrecisionPolicy."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(torch.compile(model, backend=amp))  # pyright: ignore[reportArgumentType]
-    from torch.distributed.fsdp import fully_shard
-
     for block in model:
         block.compile(backend=amp)
-        fully_shard(block)
-    fully_shard(model)
+    return sharded(model, policy)
+
+
+def wrapped(kind: str) -> nn.Module:
+    """Not compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    return nn.parallel.DistributedDataParallel(model) if kind == "ddp" else sharded(model)
+
+
+def sharded(model: nn.Module, policy: Any = None) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    options = {} if policy is None else {"mp_policy": policy}
+    for block in model.children():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -57,16 +76,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 def stepped(rank: int, kind: str) -> dict[str, Any]:
     """Eight calls of `Amp.train_step`, of which one rank breaks two."""
-    torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(Block(), Block())
-    if kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in model.children():
-            fully_shard(block)
-        fully_shard(model)
+    model = wrapped(kind)
     amp = fxamp.Amp(precision="fp16", lower="aot_eager")
     step = amp.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), clip_grad_norm=1.0)
     generator = torch.Generator().manual_seed(rank)
@@ -75,6 +85,113 @@ def stepped(rank: int, kind: str) -> dict[str, Any]:
         step(x * math.inf if (rank, i) in ((1, 0), (0, 4)) else x, torch.zeros(4, 8))
     assert all(p.grad is None for p in model.parameters())
     return {"parameters": [whole(p).detach().clone() for p in model.parameters()], "state": amp.state_dict()}
+
+
+def split(rank: int, kind: str, how: str) -> dict[str, Any]:
+    """Four steps of three micro-batches, of which one rank breaks one, by `Amp.train_step` or by the loop people write."""
+    torch.compiler.reset()  # all share the code of `Block`, of which Dynamo compiles eight programs at most
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    model = wrapped(kind) if how == "train_step" else made(kind, amp)
+    travels = watching_gradients(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if how == "train_step":
+        step = amp.train_step(model, F.mse_loss, optimizer, accumulate=NUM_PARTS)
+    else:
+        amp.attach(optimizer)
+        step = functools.partial(split_by_hand, model, optimizer)
+    generator = torch.Generator().manual_seed(rank)
+    for i in range(4):
+        x = torch.randn(2 * NUM_PARTS, 8, generator=generator)
+        if (rank, i) == (1, 1):
+            x[0] = math.inf  # in the first micro-batch, after which nothing travels
+        step(x, torch.zeros_like(x))
+    return {
+        "parameters": [whole(p).detach().clone() for p in model.parameters()],
+        "state": amp.state_dict(),
+        "travels": travels,
+    }
+
+
+def split_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    for i, (part, target) in enumerate(zip(x.chunk(NUM_PARTS), y.chunk(NUM_PARTS), strict=True)):
+        is_last = i == NUM_PARTS - 1
+        with contextlib.ExitStack() as stack:
+            if not isinstance(model, nn.parallel.DistributedDataParallel):
+                model.set_requires_gradient_sync(is_last)  # pyright: ignore[reportCallIssue]
+            elif not is_last:
+                stack.enter_context(model.no_sync())
+            (F.mse_loss(model(part), target) * (1 / NUM_PARTS)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def watching_gradients(model: nn.Module) -> list[torch.dtype]:
+    """What they travel in, one entry each time that some do."""
+    found: list[torch.dtype] = []
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        def hook(group: Any, bucket: Any) -> Any:
+            found.append(bucket.buffer().dtype)
+            return allreduce_hook(group, bucket)
+
+        hook.__annotations__.clear()  # DDP compares them with classes
+        model.register_comm_hook(None, hook)
+        return found
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    class Watched(DefaultReduceScatter):
+        def __call__(self, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            found.append(input_tensor.dtype)
+            return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+    for block in model.children():
+        block.set_custom_reduce_scatter(Watched())  # pyright: ignore[reportCallIssue]
+    return found
+
+
+def placeholders(record: Any) -> list[torch.dtype]:
+    nodes = record.captured.graph.find_nodes(op="placeholder")
+    return [value.dtype for node in nodes if isinstance(value := node.meta["example_value"], torch.Tensor)]
+
+
+def low_already(rank: int) -> dict[str, Any]:
+    """FSDP2 gathers parameters in bf16, and gradients travel in fp32, or in bf16 where nothing is said."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    facts: dict[str, Any] = {}
+    for reduce_dtype in (torch.float32, None):
+        torch.compiler.reset()
+        amp = fxamp.Amp(precision="bf16", scaling="dynamic", lower="aot_eager")
+        model = made("fsdp2", amp, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+        travels = watching_gradients(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        amp.attach(optimizer)
+        for i in range(3):
+            out = model(torch.ones(4, 8, requires_grad=True)).square().mean()  # both blocks are one graph then
+            (out * (math.inf if (rank, i) == (1, 1) else 1.0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        facts[str(reduce_dtype)] = {
+            "inputs": sorted({str(t) for g in amp.graphs for t in placeholders(g)}),
+            "casts": [str(cast) for g in amp.graphs for cast in g.variants["bf16"].casts],
+            "travels": travels,
+            "skipped": amp.read_skipped_steps(),
+            "parameters": [whole(p).detach().clone() for p in model.parameters()],
+        }
+    return facts
+
+
+def refused(kind: str) -> str:
+    """What fxamp says of fp16 parameters that FSDP2 gathers."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    torch.compiler.reset()
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    model = made(kind, amp, MixedPrecisionPolicy(param_dtype=torch.float16))
+    with pytest.raises(Exception, match="CannotScale") as found:
+        model(torch.ones(4, 8))
+    return str(found.value)
 
 
 def work(rank: int, kind: str, port: int, out: Path) -> None:
@@ -109,6 +226,9 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "observed": observed(rank),
         "observed by region": observed_by_region(rank),
         "stepped": stepped(rank, kind),
+        "split": {how: split(rank, kind, how) for how in ("train_step", "loop")},
+        "low already": low_already(rank) if kind == "fsdp2" else None,
+        "refused": refused(kind) if kind == "fsdp2" else None,
         "health": [(f.kind, f.what, dict(f.evidence)) for f in amp.health()],
     }
     torch.save(facts, out / f"{rank}.pt")
@@ -144,6 +264,37 @@ def test_a_train_step_is_skipped_together(ranks: list[dict[str, Any]]):
     for p, q in zip(first["parameters"], second["parameters"], strict=True):
         assert torch.equal(p, q)
         assert torch.isfinite(p).all()
+
+
+def test_gradients_of_a_split_batch_travel_once(ranks: list[dict[str, Any]]):
+    (step, loop), (other, _) = ([facts["split"][how] for how in ("train_step", "loop")] for facts in ranks)
+    assert step["state"] == other["state"] == loop["state"]
+    assert step["state"]["scaling"]["num_skipped"] == 1
+    assert len(step["travels"]) in (4, 2 * 4)  # DDP has one bucket, FSDP2 two blocks
+    assert step["travels"] == loop["travels"]
+    for p, q, r in zip(step["parameters"], other["parameters"], loop["parameters"], strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
+        assert torch.isfinite(p).all()
+
+
+def test_parameters_that_fsdp_gathers_low_are_cast_no_more(ranks: list[dict[str, Any]]):
+    first, second = (facts["low already"] for facts in ranks)
+    for reduce_dtype, travels in (() if first is None else (("torch.float32", torch.float32), ("None", torch.bfloat16))):
+        mine, other = first[reduce_dtype], second[reduce_dtype]
+        assert mine["inputs"] == ["torch.bfloat16"]
+        assert mine["casts"] == []
+        assert mine["travels"] == 3 * 2 * [travels]
+        assert mine["skipped"] == other["skipped"] == 1
+        for p, q in zip(mine["parameters"], other["parameters"], strict=True):
+            assert torch.equal(p, q)
+            assert torch.isfinite(p).all()
+
+
+def test_parameters_that_fsdp_gathers_in_fp16_are_refused(ranks: list[dict[str, Any]]):
+    text = ranks[0]["refused"]
+    assert text is None or "as FSDP2's MixedPrecisionPolicy(param_dtype=torch.float16) gathers them" in text
+    assert text is None or "Leave param_dtype out" in text
 
 
 def test_each_rank_names_what_it_made_itself(ranks: list[dict[str, Any]]):
