@@ -372,6 +372,7 @@ class Amp:
             refuse_frozen=self._weights.refuse_gradients,
             note=self._note,
             wish=self.options.cuda_graphs,
+            is_lowered=self.options.lower != "eager",
         )
         self._attach(optimizer, "auto")
         self._steps.add(step)

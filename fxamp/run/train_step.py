@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxamp import errors
-from fxamp.run import capturable, reduction, skipping, stepping, update, warming, writes
+from fxamp.run import capturable, reach, reduction, skipping, stepping, update, warming, writes
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.update import FusedUpdate, Gradient
@@ -200,6 +200,7 @@ class TrainStep:
         refuse_frozen: Callable[[Sequence[Tensor]], None],
         note: Callable[[str], None],
         wish: str | bool,
+        is_lowered: bool,
     ) -> None:
         _check_task(task)
         capturable.check(task.optimizer)
@@ -240,6 +241,7 @@ class TrainStep:
         """Of the step that is being recorded."""
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
+        self._looks_outside = is_lowered  # else autograd sees single operations
         self._is_closed = False
 
     @property
@@ -356,6 +358,7 @@ class TrainStep:
             with reduction.put_off(self._modules if i < task.accumulate else ()):
                 loss = self._loss(*args, **kwargs)
                 _check_loss(loss)
+                self._look_outside(loss)
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
             if task.accumulate > 1:
@@ -412,6 +415,13 @@ class TrainStep:
             for leaf in (alone.get(id(p)),)
             if (gradient := p.grad if leaf is None else leaf.arrived[0]) is not None
         ]
+
+    def _look_outside(self, loss: Tensor) -> None:
+        """Tells, once, of parameters that no graph reads."""
+        if self._looks_outside and (outside := reach.read_outside(loss)):
+            names = {id(p): name for name, p in self._task.model.named_parameters()}
+            self._note(reach.note_of(outside, names))
+        self._looks_outside = False
 
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)

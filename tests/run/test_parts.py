@@ -75,5 +75,26 @@ def test_parts_are_planned_and_run_as_the_whole_model():
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_ddp_keeps_dynamo_from_is_told():
+    """Dynamo begins no graph in a bare Sequential behind DDP's graph break."""
+    bare = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    torch.compile(bare, backend=amp)(torch.randn(4, 8))
+    assert not amp.graphs
+    text = " ".join(str(amp.report()).split())
+    assert "No graph was compiled yet" in text
+    assert "DistributedDataParallel(nn.Sequential(...)): wrap a class of your own, or compile first" in text
+
+    def step_of(model: nn.Module) -> None:
+        step = amp.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(torch.randn(4, 8), torch.zeros(4, 8))
+
+    with pytest.warns(fxamp.FxampWarning, match=r"4 parameters \(module.0.bias, .*\) are read outside of every compiled graph"):
+        step_of(bare)
+    assert "4 parameters (module.0.bias, " in str(amp.report())
+    step_of(nn.parallel.DistributedDataParallel(torch.compile(nn.Sequential(nn.Linear(8, 8)), backend=amp)))  # does not warn
+
+
 def _plan(graph, rung: str):
     return [d for d in graph.variants[rung].plan.everywhere if d.op is not None]

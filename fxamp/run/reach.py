@@ -1,0 +1,44 @@
+"""Which parameters a loss reads outside of every compiled graph, where no precision of fxamp's reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+_COMPILED: Final = "CompiledFunction"
+"""How AOTAutograd calls the one node that a compiled graph has in autograd's."""
+
+MAX_SHOWN: Final = 3
+"""Parameters that a note shows."""
+
+
+def read_outside(loss: Tensor) -> list[nn.Parameter]:
+    """The parameters that something else than a compiled graph reads on the way to `loss`. Asks autograd's graph, before the
+    backward."""
+    queue: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen, found = set(queue), dict[int, nn.Parameter]()
+    while queue:
+        node = queue.pop()
+        for source in {source for source, _ in node.next_functions if source is not None}:
+            leaf = getattr(source, "variable", None)
+            if isinstance(leaf, nn.Parameter) and not node.name().startswith(_COMPILED):
+                found[id(leaf)] = leaf
+            if source not in seen:
+                seen.add(source)
+                queue.append(source)
+    return list(found.values())
+
+
+def note_of(outside: Sequence[nn.Parameter], names: Mapping[int, str]) -> str:
+    """What to say of `read_outside`. `names`: by the id of a parameter; FSDP gathers others than those the model has."""
+    shown = sorted(names.get(id(p), f"one of shape {list(p.shape)}") for p in outside)
+    text = ", ".join([*shown[:MAX_SHOWN], *(["..."] if len(shown) > MAX_SHOWN else [])])
+    return (
+        f"train_step: {len(shown)} parameters ({text}) are read outside of every compiled graph: PyTorch computes there as if "
+        "fxamp were not there. If they are under DDP or FSDP: these break the graph around each module that they wrap, and "
+        "Dynamo begins no new one in layers and containers of torch.nn themselves. Wrap a class of your own, or compile "
+        "first: DistributedDataParallel(torch.compile(model, backend=amp))"
+    )
