@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.measure import Ceilings, Launches, Memory, Work
-from bench.rows import CeilingsRow, Facts, Fxamp, Machine, Measurement, Run, Timing
+from bench.rows import CeilingsRow, Distributed, Facts, Fxamp, Machine, Measurement, Run, Timing
 from bench.systems import all_systems
 
 GPU = Machine(device="Some GPU", device_type="cuda", num_cpus=16)
@@ -114,3 +114,26 @@ def ceilings(**changes: Any) -> CeilingsRow:
         matmul_flops_per_s={"fp32": 5e13, "bf16": 5e14}, matmul_size=8192, copy_bytes_per_s=4e12, copy_bytes=2**32
     )
     return replace(CeilingsRow(run=run(), ceilings=values), **changes)
+
+
+def distributed(system: str, step_ms: Sequence[float] = (10.0, 10.0, 10.0), **changes: Any) -> Distributed:
+    """A row of `bench.distributed`: DDP on two devices."""
+    made = Distributed(
+        run=run(),
+        workload="gpt2",
+        workload_about="GPT-2 of 124M parameters",
+        strategy="ddp",
+        system=system,
+        system_about=f"about {system}",
+        num_ranks=2,
+        num_items_per_rank=1000,
+        unit="tokens",
+        status="ok",
+        reason=None,
+        step_ms=tuple(step_ms),
+        memory=Memory(allocated_bytes=2 * 2**30, reserved_bytes=3 * 2**30),
+        compile_s=40.0,
+        losses=FALLING,
+        note=None,
+    )
+    return replace(made, **changes)

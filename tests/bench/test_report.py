@@ -8,7 +8,7 @@ from bench import compare, report, rows
 from bench.__main__ import RESULTS
 from bench.rows import Dispatch, PassTime
 from bench.systems import ANCHOR, CONTROL, REFERENCE
-from tests.bench.make import CPU, ceilings, facts, fxamp_facts, measurement, run
+from tests.bench.make import CPU, ceilings, distributed, facts, fxamp_facts, measurement, run
 from tests.house.source import ROOT
 
 ROWS = [
@@ -232,3 +232,25 @@ def test_growth():
     assert "| training | 15.0 | 18.0 | +3.0 |" in text
     assert text.index("| 2 | 1.00, 10 | 2.00, 20 |") < text.index("| 16 | 1.00, 10 | 16.00, 160 |")
     assert "### w16" not in text
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+def test_processes_stand_beside_each_by_itself():
+    text = page_of(
+        distributed(ANCHOR, (12.0, 12.0, 12.0)),
+        distributed("fxamp-bf16", (10.0, 10.0, 10.0), note="0 replayed"),
+        distributed("fxamp-bf16", (9.0, 9.0, 9.0), strategy="alone"),
+        distributed("fxamp-bf16-train-step", run=run("r2")),  # of another job, which says nothing about this one
+    )
+    assert "#### gpt2, DDP, 2 processes" in text
+    row = row_of(text, "fxamp-bf16 ")
+    assert (row["time, ms"], row["throughput of all"], row["efficiency"]) == ("10.0", "200k tokens/s", "90.0%")
+    assert row[f"vs {ANCHOR}"] == "0.83"
+    assert (row["memory of one"], row["first steps"], row["loss"]) == ("2.00 / 3.00 GiB", "40 s", "3.0000")
+    other = row_of(text, "fxamp-bf16-train-step")
+    assert (other[f"vs {ANCHOR}"], other["efficiency"]) == ("", "")
+    assert "- `fxamp-bf16`: 0 replayed" in text
+
+
+def test_without_such_rows_there_is_no_such_chapter():
+    assert "### Several processes" not in page_of(*ROWS)

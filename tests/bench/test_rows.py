@@ -8,7 +8,7 @@ import pytest
 
 from bench import rows
 from bench.rows import Dispatch, PassTime
-from tests.bench.make import CPU, GPU, ceilings, facts, measurement, run
+from tests.bench.make import CPU, GPU, ceilings, distributed, facts, measurement, run
 
 ROWS = [
     measurement("fxamp-bf16"),
@@ -19,6 +19,7 @@ ROWS = [
     ceilings(),
     PassTime(run=run(), num_dynamo_nodes=10, num_joint_nodes=30, stage_ms={"plan": 1.0}, compile_s=2.0),
     Dispatch(run=run(machine=CPU), what="training", inductor_us=(1.0, 2.0), fxamp_us=(3.0, 4.0)),
+    distributed("fxamp-bf16", memory=None, note="replayed"),
 ]
 
 
