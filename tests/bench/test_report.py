@@ -244,7 +244,7 @@ def test_processes_stand_beside_each_by_itself():
     )
     assert "#### gpt2, DDP, 2 processes" in text
     row = row_of(text, "fxamp-bf16 ")
-    assert (row["time, ms"], row["throughput of all"], row["efficiency"]) == ("10.0", "200k tokens/s", "90.0%")
+    assert (row["time, ms"], row["throughput of all"], row["efficiency"]) == ("10", "200k tokens/s", "90.0%")
     assert row[f"vs {ANCHOR}"] == "0.83"
     assert (row["memory of one"], row["first steps"], row["loss"]) == ("2.00 / 3.00 GiB", "40 s", "3.0000")
     other = row_of(text, "fxamp-bf16-train-step")
