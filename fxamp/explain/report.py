@@ -106,8 +106,8 @@ class Report:
             console.print(
                 "No graph was compiled yet. If the model has been called: Dynamo found nothing to capture in it "
                 "(a bare functional layer compiled by itself, a graph break before the first operation, or layers and "
-                "containers of torch.nn behind one, as in DistributedDataParallel(nn.Sequential(...)): wrap a class of your own, "
-                "or compile first, DistributedDataParallel(torch.compile(model, backend=amp))), or a torch.func "
+                "containers of torch.nn behind one, as in DistributedDataParallel(nn.Sequential(...)): wrap a class of your "
+                "own, or compile first, DistributedDataParallel(torch.compile(model, backend=amp))), or a torch.func "
                 "transform was applied around it, which PyTorch runs eagerly: compile the transform instead."
             )
         else:
