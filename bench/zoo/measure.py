@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
+import torch._inductor.lowering  # PyTorch's decomposition of max_pool2d takes it for imported
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
