@@ -572,7 +572,7 @@ def test_a_copy_outlives_a_time_in_which_its_weight_is_not_trained():
 @pytest.mark.gpu
 def test_ten_thousand_steps_of_all_kinds():
     """Shapes, precisions, overflows, evaluations, writes: no wrong batch, no stale weight, no recording, no growing memory."""
-    scaling = fxamp.DynamicScale(growth_interval_steps=8)  # every twentieth batch overflows
+    scaling = fxamp.DynamicScale(growth_interval_steps=2)  # every twentieth batch overflows: it must not sink to its floor
     model, optimizer, amp = made(CUDA, ladder=("fp16", "bf16", "fp32"), policy={"first": "fp32"}, scaling=scaling)
     for group in optimizer.param_groups:
         group["lr"] = 1e-4
