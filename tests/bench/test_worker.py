@@ -100,7 +100,7 @@ def test_inference_is_compared_with_eager_fp32():
 
 def test_fxamp_says_what_it_did(monkeypatch):
     """Without Inductor, which the whole command is tested with."""
-    monkeypatch.setattr(systems, "_amp", lambda *_: fxamp.Amp(precision="bf16", lower="aot_eager"))
+    monkeypatch.setattr(systems, "amp_for", lambda *_: fxamp.Amp(precision="bf16", lower="aot_eager"))
     facts = Server(SYSTEMS["fxamp-bf16"], "cpu").build("mlp-small", 1)
     assert facts.num_graphs == 1
     assert facts.fxamp is not None
