@@ -142,7 +142,7 @@ MUTANTS: Final = (
         ),
         (
             "pinned: no versions",
-            "if any(t._version > born.get(key, 0) for t in tensors for key in graph.memory_of(t)):",
+            "if any(t._version > born.get(graph.memory_of(t), 0) for t in tensors):",
             "if False:",
         ),
         ("pinned: not in torch.func", "    if is_inside_func:\n", "    if False:\n"),
