@@ -121,7 +121,7 @@ def _literal(node: fx.Node, found: _Found) -> Known:
 
 def _cast(node: fx.Node, found: _Found) -> Known:
     source, result = node.all_input_nodes[0] if node.all_input_nodes else None, graph.value_of(node)
-    if source is None or source is not node.args[0] or result.dtype != torch.float32:
+    if source is None or node.args[:1] != (source,) or result.dtype != torch.float32:
         return UNKNOWN
     held = graph.value_of(source)
     if isinstance(held, torch.Tensor) and held.dtype == torch.bool:
@@ -138,8 +138,8 @@ def _moved_or_zero(node: fx.Node, found: _Found) -> Known:
 
 
 def _joined(node: fx.Node, found: _Found) -> Known:
-    parts = node.args[0] if node.args else ()
-    return _union([_of(x, found) for x in parts]) if isinstance(parts, (list, tuple)) else UNKNOWN
+    parts = _argument(node, 0, "tensors")
+    return _union([_of(x, found) for x in parts]) if isinstance(parts, (list, tuple)) and parts else UNKNOWN
 
 
 def _padded(node: fx.Node, found: _Found) -> Known:

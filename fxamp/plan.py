@@ -8,10 +8,11 @@ format, makes the node KEEP its traced dtypes: no table is trusted beyond what t
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
@@ -666,18 +667,26 @@ def _contracts(node: fx.Node, op: str | None, operands: Sequence[fx.Node]) -> bo
         return False
     if op not in ("matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm") or len(operands) < 2:
         return True
-    size = graph.value_of(operands[-2]).shape[-1]
+    named = (node.kwargs[name] for name in ("mat1", "batch1", "input", "self") if name in node.kwargs)
+    size = graph.value_of(cast(fx.Node, next(named, operands[-2]))).shape[-1]
     return type(size) is not int or size != 1
 
 
 def _has_summed_label(einsum: fx.Node) -> bool:
-    """Does an einsum sum over a label that two of its operands have?"""
-    equation = einsum.args[0]
+    """Does an einsum sum over a label, of more than one element, that two of its operands have?"""
+    equation = einsum.args[0] if einsum.args else einsum.kwargs.get("equation")
     if not isinstance(equation, str):
         return True  # the form with lists of labels; rare, and treated as autocast would
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = [set(term) - {"."} for term in inputs.split(",")]
-    shared = {label for i, term in enumerate(terms) for other in terms[i + 1 :] for label in term & other}
+    terms = inputs.split(",")
+    shapes = [graph.value_of(x).shape for x in graph.operands(einsum)]
+    num_readers, is_long = Counter[str](), set[str]()
+    for term, shape in zip(terms, shapes, strict=True):
+        left, _, right = term.partition("...")
+        pairs = [*zip(left, shape, strict=False), *zip(reversed(right), reversed(shape), strict=False)]
+        num_readers.update({label for label, _ in pairs})
+        is_long |= {label for label, size in pairs if type(size) is not int or size != 1}
+    shared = {label for label, num in num_readers.items() if num > 1 and label in is_long}
     return bool(shared - set(output)) if arrow else bool(shared)
 
 

@@ -207,6 +207,8 @@ def test_rotary_positions_by_einsum_are_exact():
         lambda f, t: torch.addr(torch.zeros(3, 300), f, t),
         lambda f, t: torch.baddbmm(torch.zeros(1), f[None, :, None], t[None, None, :]),
         lambda f, t: f[:, None] @ t[None, :],
+        lambda f, t: torch.addmm(mat2=t[None, :], mat1=f[:, None], input=torch.zeros(1)),
+        lambda f, t: torch.einsum("fo,ot->ft", f[:, None], t[None, :]),
     ],
 )
 def test_rotary_positions_by_an_outer_product_are_exact(angles: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
@@ -216,15 +218,28 @@ def test_rotary_positions_by_an_outer_product_are_exact(angles: Callable[[torch.
 @pytest.mark.parametrize(
     ("equation", "low"),
     [("ij,jk->ik", True), ("bij,bjk->bik", True), ("i,i", True), ("i,j->ij", False), ("ij->", False), ("ij,ij->ij", False),
-     ("...ij,...jk->...ik", True), ("ii->i", False)],
+     ("...ij,...jk->...ik", True), ("ii->i", False), ("io,ok->ik", False), ("i...o,ok", False), ("ij,oj->i", True)],
 )  # fmt: skip
 def test_an_einsum_runs_low_if_it_contracts(equation: str, low: bool):
     from tests.programs import decisions
 
-    sizes = {"i": 4, "j": 4, "k": 4, "b": 2}
+    sizes = {"i": 4, "j": 4, "k": 4, "b": 2, "o": 1}
     terms = equation.split("->")[0].split(",")
     operands = [torch.randn(*(sizes[c] for c in term.replace("...", ""))) for term in terms]
     assert (decisions(lambda *a: torch.einsum(equation, *a), *operands)["einsum"].computes == "bf16") is low
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.cat(dim=0, tensors=[x @ w, x]),
+        lambda x: torch.stack(dim=0, tensors=[x @ w, x]),
+        lambda x: torch.ops.aten.einsum(tensors=[x, w], equation="ij,jk->ik"),
+        lambda x: torch.ops.aten._to_copy(self=x @ w, dtype=torch.float32) * 2,
+    ],
+)
+def test_arguments_that_are_all_given_by_name(fn: Callable[[torch.Tensor], torch.Tensor]):
+    same(fn, x8)
 
 
 # ---- constants that a lower format does not have -------------------------------------------------------------------------

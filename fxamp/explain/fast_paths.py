@@ -278,6 +278,8 @@ def _row_stride(x: torch.Tensor) -> Any:
 
 def _factors_of_einsum(node: fx.Node) -> tuple[_Operand, _Operand, int] | None:
     """Of a contraction of two operands: it is a product over the labels of each alone, and of both, as if they lay dense."""
+    if not node.args:
+        return None
     equation, *rest = node.args
     operands = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
     values = [graph.value_of(x) for x in operands if isinstance(x, fx.Node)]

@@ -50,6 +50,9 @@ class GroupQueries:
                 try:
                     if given.get("attn_mask") is not None:
                         raise NotRepeated("it has a mask")
+                    query, key = graph.value_of(given["query"]), graph.value_of(given["key"])
+                    if not _is_plain(query) or query.shape[:2] != key.shape[:2]:
+                        raise NotRepeated("its queries are broadcast to the keys, or of symbolic size")
                     sources = [repetitions.source(x) for x in repeated]
                 except NotRepeated as reason:
                     kept.append(Kept(node=node.name, reason=str(reason), where=capture.source_line(node)[0]))

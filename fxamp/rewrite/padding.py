@@ -92,9 +92,9 @@ def _chain(loss: fx.Node) -> _Chain:
         raise Unfit(f"{num_classes} classes are few, or aligned")
     rest = list[fx.Node]()
     node = logits
-    while capture.name_of(node) in _ROWS_STAY and isinstance(node.args[0], fx.Node):
+    while capture.name_of(node) in _ROWS_STAY and isinstance(source := _argument(node, 0, "input", "self"), fx.Node):
         rest.append(node)
-        node = node.args[0]
+        node = source
     for x in (node, *rest):
         if len(x.users) > 1 or graph.MEMORY in x.meta:
             raise Unfit(f"{x.name} is read by more than the loss")
@@ -115,6 +115,8 @@ def _weight(product: fx.Node) -> tuple[fx.Node, fx.Node | None, int]:
     bias = _argument(product, 2, "bias") if name == "linear" else None
     if not isinstance(weight, fx.Node) or graph.value_of(weight).dim() != 2:
         raise Unfit(f"the weight of {product.name} is no matrix")
+    if list(graph.operands(product)).count(weight) > 1:
+        raise Unfit(f"the weight of {product.name} is also what it is multiplied by")
     values = [graph.value_of(x) for x in graph.operands(product)]
     if not all(isinstance(v, Tensor) and v.layout == torch.strided and type(v) in graph.PLAIN for v in values):
         raise Unfit(f"an operand of {product.name} is more than a plain tensor")
@@ -165,7 +167,7 @@ def _pad(chain: _Chain, loss: fx.Node) -> int:
     columns = put(torch.arange, wide, device=graph.value_of(logits).device, before=loss)
     is_padding = put(operator.ge, columns, chain.num_classes, before=loss)
     masked = put(torch.ops.aten.masked_fill.Scalar, logits, is_padding, float("-inf"), before=loss)
-    graph.map_operands(loss, lambda i, x: masked if i == 0 else x)
+    graph.map_operands(loss, lambda _, x: masked if x is logits else x)
     return len(made)
 
 
@@ -173,11 +175,11 @@ def _widen(node: fx.Node, num_classes: int, wide: int) -> None:
     """Lets a node whose operands have become wider yield rows of `wide` numbers. Raises Unfit if it would be anything else."""
     old = graph.value_of(node)
     if capture.name_of(node) in ("view", "reshape"):
-        first, *sizes = node.args
-        sizes = list(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-        if not sizes or sizes[-1] not in (-1, num_classes):
+        sizes = node.args[1:] if len(node.args) > 2 else _argument(node, 1, "shape", "size")
+        sizes = list(sizes) if isinstance(sizes, (tuple, list)) else [sizes]
+        if sizes[-1:] not in ([-1], [num_classes]):
             raise Unfit(f"{node.name} says how many classes there are in a way of its own")
-        graph.set_arguments(node, (first, (*sizes[:-1], wide)), dict(node.kwargs))
+        graph.set_arguments(node, (_argument(node, 0, "input", "self"), (*sizes[:-1], wide)), {})
     try:
         new = graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)])
     except (RuntimeError, TypeError, ValueError) as error:

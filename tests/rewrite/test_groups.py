@@ -93,6 +93,7 @@ MASK: Final = torch.ones(32, 32, dtype=torch.bool).tril().triu(-2)
         (lambda q, k, v: ATTEND(q, tiled(k), tiled(v)), "no repetition of the heads"),
         (lambda q, k, v: ATTEND(q, expanded(k), tiled(v)), "no repetition of the heads"),
         (lambda q, k, v: ATTEND(q, expanded(k), expanded(v), MASK), "it has a mask"),
+        (lambda q, k, v: ATTEND(q[:, :1], expanded(k), expanded(v)), "queries are broadcast"),
         (written, "is written"),
         (detached, "is detached"),
         (lambda q, k, v: ATTEND(q, turned(k), turned(v)), None),

@@ -37,6 +37,9 @@ PADDED: dict[str, Program] = {
     "a view that counts the classes by itself": lambda h, w, b, t: F.cross_entropy(
         F.linear(h.view(2, 3, K), w).reshape(6, -1), t, reduction="none"
     ).mean(),
+    "by name, in another order": lambda h, w, b, t: F.cross_entropy(
+        target=t, input=torch.flatten(input=torch.reshape(input=F.linear(weight=w, input=h), shape=(2, 3, -1)), end_dim=1)
+    ),
     "as a module": lambda h, w, b, t: nn.CrossEntropyLoss()(F.linear(h, w), t),
 }
 
@@ -52,6 +55,7 @@ KEPT: dict[str, tuple[Program, str]] = {
     "part of the classes": (lambda h, w, b, t: F.cross_entropy(F.linear(h, w)[:, :1030], t % 1030), "says|other classes|rows"),
     "the last classes": (lambda h, w, b, t: F.cross_entropy(F.linear(h, w)[:, -V:], t), "does not leave rows"),
     "no product": (lambda h, w, b, t: F.cross_entropy(w[:6, :1].expand(6, V), t), "no product with a weight"),
+    "by itself": (lambda h, w, b, t: F.cross_entropy((s := w @ w.t() / K) @ s, t.repeat(V)[:V]), "multiplied by"),
     "scaled": (lambda h, w, b, t: F.cross_entropy(F.linear(h, w) * 2, t), "no product with a weight"),
 }
 
