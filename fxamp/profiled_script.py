@@ -10,7 +10,7 @@ from typing import Final
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fxamp.explain.kernels import Profile, Recorder
+from fxamp.explain.kernels import Recorder
 
 AFTER_STEPS: Final = 5
 """Steps before the profile: they compile, and record CUDA graphs."""
@@ -27,15 +27,13 @@ class _Watch:
         self.after, self.steps = after, steps
         self.num_seen = 0
         self.recorder: Recorder | None = None
-        self.profile: Profile | None = None
 
     def __call__(self, *_: object) -> None:
         self.num_seen += 1
         if self.num_seen == self.after:
             self.recorder = Recorder()
             self.recorder.start()
-        elif self.num_seen == self.after + self.steps and self.recorder is not None:
-            self.profile = self.recorder.stop(self.steps)
+        elif self.num_seen == self.after + self.steps:
             raise _Done
 
 
@@ -44,23 +42,27 @@ def main(script: Path, arguments: Sequence[str], *, steps: int, after: int = AFT
 
     A step is a call of `optimizer.step()`, of whatever optimizer. Returns 1, with the way out, for a script that ends before.
     """
-    watch = _Watch(after, steps)
+    watch, profile = _Watch(after, steps), None
     hook = register_optimizer_step_post_hook(watch)
     before = list(sys.argv), list(sys.path)
     sys.argv[:], sys.path[:] = [str(script), *arguments], [str(script.parent), *sys.path]
     try:
         runpy.run_path(str(script), run_name="__main__")
     except _Done:
-        pass
+        assert watch.recorder is not None
+        # Not in the hook: PyTorch names the range of a step, which has to end while the profiler still runs.
+        profile, watch.recorder = watch.recorder.stop(steps), None
     finally:
         hook.remove()
         sys.argv[:], sys.path[:] = before
-    if watch.profile is None:
+        if watch.recorder is not None:
+            watch.recorder.stop(steps)  # the script has ended, or failed, in between
+    if profile is None:
         print(
             f"{script} called optimizer.step() {watch.num_seen} times, and {after + steps} are needed: {after} that compile, "
             f"then {steps}. A loop without one, such as amp.train_step's or inference, is profiled by amp.profile(step)",
             file=sys.stderr,
         )
         return 1
-    print(watch.profile)
+    print(profile)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,15 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps:
     assert ("aten::mm" in out) == (status == 0) == ("not reached" not in out)
     assert ("4 times, and 5 are needed" in err) == (status == 1)
     assert sys.argv == before
+
+
+@pytest.mark.parametrize("num_steps", [20, 4])
+def test_a_process_that_profiled_a_script_ends_well(tmp_path: Path, num_steps: int):
+    """A range that the profiler saw begin has to end before it stops: Python crashed on its way out."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "fxamp", "kernels", "--after", "2", str(script), str(num_steps)]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == (0 if num_steps == 20 else 1)
 
 
 def test_no_script(capsys: pytest.CaptureFixture[str]):
