@@ -35,6 +35,8 @@ class Leaf:
     """Autograd's count of writes to the weight, when it was copied."""
     layout: tuple[int, tuple[int, ...]] = (0, ())
     """Where the weight lay then, and its strides."""
+    is_marked: bool = False
+    """Was the memory of the weight marked when it was copied?"""
     is_known: bool = True
     """Would a write since have left a trace on the weight?"""
     is_read: bool = False
@@ -53,8 +55,22 @@ class Leaf:
     def renew(self, dtype: torch.dtype) -> None:
         """Another tensor, with the numbers of now, beside the one that somebody may still need."""
         self.low = self.weight.detach().to(dtype).requires_grad_(self.weight.requires_grad)
-        self.version = self.weight._version
+        self.note_copied()
+        self.is_known = False  # from step to step: nobody has marked the weight before it was copied
         self._listen(self.low)
+
+    def note_copied(self) -> None:
+        """It holds what the weight holds now."""
+        weight = self.weight
+        self.version, self.layout, self.is_known = weight._version, _layout(weight), True
+        # Elsewhere kernels that only read a weight take its mark too. One that is not trained may be somebody else's, frozen.
+        self.is_marked = weight.device.type == "cpu" and weight.requires_grad and writes.mark(weight)
+
+    def is_behind(self) -> bool:
+        """Has the weight been written since it was copied, as far as a step can tell? `weight.data` leaves no version."""
+        weight = self.weight
+        has_lost_mark = self.is_marked and not writes.is_marked(weight)
+        return has_lost_mark or (self.version, self.layout) != (weight._version, _layout(weight))
 
     def alias(self) -> Tensor:
         """The same memory for another reader: autograd adds the gradients of one leaf up in the low format."""
@@ -121,7 +137,7 @@ class LowLeaves:
         if leaf is None or not leaf.fits():
             leaf = self._leaves[key] = Leaf.of(weight, dtype)
             self._ever.add(leaf)
-        elif leaf.version != weight._version:  # written since, by the model itself
+        elif leaf.is_behind():  # written since, by the model itself
             if leaf.is_read:
                 leaf.renew(dtype)
                 leaf.is_read, leaf.is_restless = False, True
@@ -211,7 +227,7 @@ def _copy(leaves: Sequence[Leaf]) -> None:
     if leaves:
         torch._foreach_copy_([leaf.low.detach() for leaf in leaves], [leaf.weight.detach() for leaf in leaves])
     for leaf in leaves:
-        leaf.version, leaf.layout, leaf.is_known = leaf.weight._version, _layout(leaf.weight), True
+        leaf.note_copied()
 
 
 def _layout(weight: Tensor) -> tuple[int, tuple[int, ...]]:
