@@ -28,7 +28,7 @@ from fxamp.options import Options
 from fxamp.passes import Change, Pass
 from fxamp.plan import Plan
 from fxamp.policy import Policy
-from fxamp.run import cuda_graphs, skipping, transforms, warming
+from fxamp.run import cuda_graphs, ranks, skipping, transforms, warming
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
 from fxamp.run.frozen import Frozen, WeightCopies
@@ -365,7 +365,7 @@ class Amp:
             task,
             backend=self._compile_in_step,
             may_copy=self._scaler is None or not (self._scaler.watches or self._scaler.regions),
-            is_one_of_many=_is_distributed(),
+            is_one_of_many=ranks.is_one_of_many(),
             scaler=self._scaler,
             precisions=self._precisions,
             retries=self.options.on_overflow == "retry",
@@ -522,10 +522,6 @@ def _module(model: object, asker: str, wanted: str = "torch.nn.Module") -> torch
     if isinstance(model, torch.nn.Module):
         return model
     raise errors.InvalidOption(f"{asker}() was given a {type(model).__name__}", way_out=f"Give it the {wanted}")
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _text_of(precision: Mapping[str, str]) -> str:

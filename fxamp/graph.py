@@ -118,6 +118,13 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
     return iter(sorted(found))
 
 
+def argument(node: fx.Node, position: int, *names: str, default: Any = None) -> Any:
+    """An argument of a call, given by position or by any of these names."""
+    if position < len(node.args):
+        return node.args[position]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), default)
+
+
 def constants(node: fx.Node) -> Iterator[Any]:
     """The arguments of a node that are no nodes, those inside of tuples, lists and dicts too."""
     return _constants_in((*node.args, *node.kwargs.values()))
@@ -424,6 +431,11 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
     return node
 
 
+def _place_of(node: fx.Node) -> dict[str, Any]:
+    """The meta that says where in the user's program a Dynamo node stands."""
+    return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in node.meta}
+
+
 def insert_saturation(value: fx.Node, dtype: torch.dtype, *, before: fx.Node) -> fx.Node:
     """Puts `value`, its finite numbers cut off at the ends of the format `dtype`, in front of `before`. Its dtype stays.
 
@@ -451,7 +463,7 @@ def insert_call(
     """Puts a call in front of `before` in a Dynamo graph, at the same line of the user's, and in the same module."""
     with before.graph.inserting_before(before):
         node = before.graph.create_node("call_function", target, args, dict(kwargs or {}), name=name)
-    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
+    node.meta = _place_of(before)
     values = [value_of(x) for x in operands(node)]
     with among_fakes([*values, value_of(before)]):
         node.meta["example_value"] = call(node, values)
@@ -465,7 +477,7 @@ def insert_contiguous(value: fx.Node, order: Sequence[int], *, before: fx.Node) 
     for name, args in (("permute", (tuple(order),)), ("contiguous", ())):
         with before.graph.inserting_before(before):
             node = before.graph.call_method(name, (made, *args))
-        node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in before.meta}
+        node.meta = _place_of(before)
         node.meta["example_value"] = call_on_fakes(node, [value_of(made)])
         if MEMORY in value.meta:
             node.meta[MEMORY] = value.meta[MEMORY]
@@ -602,7 +614,7 @@ def inline(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     for call in [n for n in body.graph.nodes if n.op == "call_function"]:
         with node.graph.inserting_before(node):
             copied = node.graph.node_copy(call, stands_for.__getitem__)
-        copied.meta = {key: node.meta[key] for key in ("stack_trace", "nn_module_stack", "custom") if key in node.meta}
+        copied.meta = _place_of(node)
         values = [value_of(x) for x in operands(copied)]
         has_tensors = bool(tensors_of(values))
         copied.meta["example_value"] = call_on_fakes(copied, values) if has_tensors else call.meta["val"]

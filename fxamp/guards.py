@@ -104,16 +104,12 @@ def _union(parts: Sequence[Known]) -> Known:
     )
 
 
-def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
-
-
 def _filled(position: int) -> Callable[[fx.Node, _Found], Known]:
-    return lambda node, found: _of(_argument(node, position, "fill_value"), found)
+    return lambda node, found: _of(graph.argument(node, position, "fill_value"), found)
 
 
 def _literal(node: fx.Node, found: _Found) -> Known:
-    numbers = tree_leaves(_argument(node, 0, "data", _argument(node, 0, "s")))
+    numbers = tree_leaves(graph.argument(node, 0, "data", "s"))
     if not numbers or not all(_is_number(x) or isinstance(x, bool) for x in numbers):
         return UNKNOWN
     return _union([_constant(float(x)) for x in numbers])
@@ -138,22 +134,22 @@ def _moved_or_zero(node: fx.Node, found: _Found) -> Known:
 
 
 def _joined(node: fx.Node, found: _Found) -> Known:
-    parts = _argument(node, 0, "tensors")
+    parts = graph.argument(node, 0, "tensors")
     return _union([_of(x, found) for x in parts]) if isinstance(parts, (list, tuple)) and parts else UNKNOWN
 
 
 def _padded(node: fx.Node, found: _Found) -> Known:
-    mode, value = _argument(node, 2, "mode", "constant"), _argument(node, 3, "value", None)
+    mode, value = graph.argument(node, 2, "mode", default="constant"), graph.argument(node, 3, "value")
     return _moved(node, found) if mode != "constant" else _union([_moved(node, found), _of(value or 0.0, found)])
 
 
 def _with(position: int, name: str, default: Any = None) -> Callable[[fx.Node, _Found], Known]:
     """Of an operation that puts another operand, or a number, into some places of the first."""
-    return lambda node, found: _union([_moved(node, found), _of(_argument(node, position, name, default), found)])
+    return lambda node, found: _union([_moved(node, found), _of(graph.argument(node, position, name, default=default), found)])
 
 
 def _looked_up(node: fx.Node, found: _Found) -> Known:
-    return _of(_argument(node, 1, "weight"), found)
+    return _of(graph.argument(node, 1, "weight"), found)
 
 
 def _where(node: fx.Node, found: _Found) -> Known:
@@ -225,7 +221,7 @@ def _rsub(a: float, b: float) -> float:
 
 
 def _clamped(node: fx.Node, found: _Found) -> Known:
-    inner, low = _moved(node, found), _argument(node, 1, "min", node.kwargs.get("other"))
+    inner, low = _moved(node, found), graph.argument(node, 1, "min", "other")
     numbers: list[Any] = [x for x in (*node.args[1:], *node.kwargs.values()) if _is_number(x)]
     bounds = [abs(x) for x in numbers if math.isfinite(x)]
     floor = float(low) if _is_number(low) and low > 0 else inner.floor
@@ -234,7 +230,7 @@ def _clamped(node: fx.Node, found: _Found) -> Known:
 
 def _power(exponent: float | None) -> Callable[[fx.Node, _Found], Known]:
     def rule(node: fx.Node, found: _Found) -> Known:
-        inner, power = _moved(node, found), _argument(node, 1, "exponent") if exponent is None else exponent
+        inner, power = _moved(node, found), graph.argument(node, 1, "exponent") if exponent is None else exponent
         if inner.floor is None or not _is_number(power) or power == 0:
             return UNKNOWN
         edge = _try(math.pow, inner.floor, float(power))
@@ -319,7 +315,7 @@ def mask_of(node: fx.Node, op: str | None) -> fx.Node | None:
     Of a row, softmax sees differences only. A mask cut off at the ends of the format still gives weight 0 to what it hides
     from a row that sees something: exp(-65504) is 0, in fp32 too. -inf stays -inf.
     """
-    mask = _argument(node, 3, "attn_mask") if op == "scaled_dot_product_attention" else None
+    mask = graph.argument(node, 3, "attn_mask") if op == "scaled_dot_product_attention" else None
     return mask if isinstance(mask, fx.Node) else None
 
 
@@ -380,7 +376,7 @@ def eps_of_a_norm(call: Call) -> str | None:
     if call.op not in _EPS:
         return None
     position, default, form = _EPS[call.op]
-    eps = _argument(call.node, position, "eps", default)
+    eps = graph.argument(call.node, position, "eps", default=default)
     if not isinstance(eps, float) or eps <= 0:
         return None
     info = torch.finfo(call.low)
@@ -500,7 +496,7 @@ def _reduced_length(call: Call) -> Any:
     value = graph.value_of(call.node.all_input_nodes[0])
     if not isinstance(value, torch.Tensor):
         return None
-    given = _argument(call.node, 1, "dim") if call.op in _REDUCES_DIMS else None
+    given = graph.argument(call.node, 1, "dim") if call.op in _REDUCES_DIMS else None
     dims: Sequence[Any] = (given,) if isinstance(given, int) else given if isinstance(given, (tuple, list)) else ()
     if not dims or not all(isinstance(d, int) for d in dims) or value.dim() == 0:
         return value.numel()

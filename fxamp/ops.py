@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -175,28 +176,18 @@ def attention(
     Args and result: as of `torch.nn.functional.scaled_dot_product_attention`; `kernels`: those that are allowed, as values of
     `SDPBackend`, the preferred first; None: as the process has it.
     """
-    if kernels is not None:
-        with sdpa_kernel([SDPBackend(kernel) for kernel in kernels], set_priority=True):
-            return attention_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return attention_of(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    allowed = contextlib.nullcontext() if kernels is None else sdpa_kernel(list(map(SDPBackend, kernels)), set_priority=True)
+    with allowed:
+        return _attention(
+            (query, key, value, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+        )
 
 
-def attention_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _attention(arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     """As `attention`, by the kernels that are allowed at this moment."""
-    arguments: tuple[Any, ...] = (query, key, value, attn_mask, dropout_p, is_causal)
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    query, key, value = arguments[:3]
     is_empty = any(size == 0 for x in (query, key, value) for size in x.shape)
-    if not is_empty and enable_gqa and _takes_math(*arguments, **options):
+    if not is_empty and options["enable_gqa"] and _takes_math(*arguments, **options):
         key, value = _repeated(query, key, value)  # some fused kernels take all but groups
         arguments, options = (query, key, value, *arguments[3:]), options | {"enable_gqa": False}
     if not is_empty and _takes_math(*arguments, **options):

@@ -24,7 +24,8 @@ from fxamp import capture, formats, graph, optable
 from fxamp.capture import Captured
 from fxamp.plan import TRACED, Plan
 from fxamp.rewrite import masks, padding
-from fxamp.rewrite.groups import Repetitions, arguments
+from fxamp.rewrite.attention import arguments
+from fxamp.rewrite.groups import Repetitions
 
 Kind = Literal["matrix product", "convolution", "attention"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,20 @@ from fxamp.plan import TRACED, Decision, Plan
 
 TARGETS: Final = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 """Ways to call attention, all with the arguments of `ops.ATTENTION`."""
+
+_POSITIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an attention by name."""
+    return dict(zip(_POSITIONS, node.args, strict=False)) | node.kwargs
+
+
+def change_arguments(node: fx.Node, **changed: Any) -> None:
+    """Gives an attention other values for some of its arguments."""
+    given = arguments(node) | changed
+    positional = tuple(given.pop(name) for name in _POSITIONS[:3])
+    graph.set_arguments(node, positional, given)
 
 
 @dataclass(frozen=True)

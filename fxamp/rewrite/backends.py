@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp import capture, graph, ops
 from fxamp.passes import Change, Kept
-from fxamp.rewrite.groups import arguments
+from fxamp.rewrite.attention import arguments, change_arguments
 
 WORTH: Final = 0.95
 """A kernel is taken before PyTorch's own choice if it needs less than this share of its time: small differences are noise as
@@ -74,7 +74,7 @@ class ChooseAttentionKernels:
                 if isinstance(verdict, str):
                     kept.append(Kept(node=node.name, reason=verdict, where=capture.source_line(node)[0]))
                     continue
-                graph.set_arguments(node, node.args, {**node.kwargs, "kernels": list(verdict.order)})
+                change_arguments(node, kernels=list(verdict.order))
                 graph.set_meta(node, {graph.MEASURED: str(verdict)})
                 num_marked += 1
             part.recompile()

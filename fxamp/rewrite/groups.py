@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fxamp import capture, graph, ops
 from fxamp.passes import Change, Kept
+from fxamp.rewrite.attention import arguments, change_arguments
 
 MAX_ELEMENTS: Final = 2**26
 """Of a repeated tensor that is looked at: 64 Mi."""
@@ -59,7 +60,8 @@ class GroupQueries:
                     continue
                 if graph.value_of(sources[0]).shape[1] != graph.value_of(sources[1]).shape[1]:
                     continue
-                _regroup(node, given, [_like(x, s, node) for x, s in zip(repeated, sources, strict=True)])
+                key, value = (_like(x, s, node) for x, s in zip(repeated, sources, strict=True))
+                change_arguments(node, key=key, value=value, enable_gqa=True)
                 num_marked += 1
                 num_removed += sum(graph.erase_unread(x) for x in dict.fromkeys(repeated))
             part.recompile()
@@ -68,14 +70,6 @@ class GroupQueries:
 
 class NotRepeated(Exception):
     """Why keys or values stay as they are."""
-
-
-_POSITIONS: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an attention by name."""
-    return dict(zip(_POSITIONS, node.args, strict=False)) | node.kwargs
 
 
 # ---- the proof ----------------------------------------------------------------------------------------------------------
@@ -182,10 +176,3 @@ def _like(operand: fx.Node, source: fx.Node, node: fx.Node) -> fx.Node:
     cast = graph.own_cast(operand)
     assert cast is not None
     return graph.insert_cast(source, wanted, before=node, why=cast.why, where=cast.where)
-
-
-def _regroup(node: fx.Node, given: dict[str, Any], sources: list[fx.Node]) -> None:
-    key, value = sources
-    arguments = given | {"key": key, "value": value, "enable_gqa": True}
-    positional = tuple(arguments.pop(name) for name in _POSITIONS[:3])
-    graph.set_arguments(node, positional, arguments)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from fxamp import capture, graph
 from fxamp.passes import Change, Kept
-from fxamp.rewrite.attention import TARGETS
+from fxamp.rewrite.attention import TARGETS, arguments, change_arguments
 
 MAX_ELEMENTS: Final = 2**26
 """Of any value computed at compile time: 64 Mi, a mask of 8192 queries and keys."""
@@ -53,7 +53,7 @@ class ReplaceMasks:
         for part in graph.all_of(gm):
             proofs = Proofs(part)
             for node in list(part.graph.nodes):
-                mask = _argument(node, "attn_mask", 3)
+                mask = _mask_of(node)
                 if not isinstance(mask, fx.Node):
                     continue
                 try:
@@ -61,7 +61,7 @@ class ReplaceMasks:
                 except NotConstant as reason:
                     kept.append(Kept(node=node.name, reason=str(reason), where=capture.source_line(node)[0]))
                     continue
-                _set_mask(node, is_causal=form)
+                change_arguments(node, attn_mask=None, is_causal=form)
                 num_marked += 1
                 num_removed += graph.erase_unread(mask)
             part.recompile()
@@ -86,7 +86,7 @@ class Proofs:
 
     def obstacle(self, node: fx.Node) -> str | None:
         """Why the mask of an attention has to stay, None if it could be replaced."""
-        mask = _argument(node, "attn_mask", 3)
+        mask = _mask_of(node)
         if not isinstance(mask, fx.Node):
             return "it is no attention of PyTorch's"
         try:
@@ -98,10 +98,11 @@ class Proofs:
 
 def _form(node: fx.Node, mask: fx.Node, constants: _Constants) -> bool:
     """True if `mask` is the causal mask, False if it masks nothing. Raises NotConstant for everything else."""
-    query, key = (_argument(node, name, i) for i, name in enumerate(("query", "key")))
+    given = arguments(node)
+    query, key = given["query"], given["key"]
     assert isinstance(query, fx.Node)
     assert isinstance(key, fx.Node)
-    if _argument(node, "is_causal", 5):
+    if given.get("is_causal"):
         raise NotConstant("is_causal is given beside the mask")
     num_queries, num_keys = graph.value_of(query).shape[-2], graph.value_of(key).shape[-2]
     if isinstance(num_queries, torch.SymInt) or isinstance(num_keys, torch.SymInt):
@@ -148,7 +149,7 @@ def _share(allowed: Tensor) -> str:
 def _check_result(node: fx.Node, is_causal: bool) -> None:
     """Raises NotConstant if the result had another shape without the mask, whose batch dimensions may be the larger ones."""
     args, kwargs = node.args, dict(node.kwargs)
-    _set_mask(node, is_causal=is_causal)
+    change_arguments(node, attn_mask=None, is_causal=is_causal)
     values = [graph.value_of(x) for x in graph.operands(node)]
     try:
         difference = graph.difference(graph.call_on_fakes(node, values), graph.value_of(node))
@@ -218,19 +219,6 @@ def _is_device_name(x: object) -> bool:
     return True
 
 
-# ---- the edit -----------------------------------------------------------------------------------------------------------
-def _argument(node: fx.Node, name: str, position: int) -> Any:
-    """An argument of attention, None for other operations."""
-    if node.target not in TARGETS:
-        return None
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
-
-
-def _set_mask(node: fx.Node, *, is_causal: bool) -> None:
-    args, kwargs = list(node.args), dict(node.kwargs)
-    for name, position, value in (("attn_mask", 3, None), ("is_causal", 5, is_causal)):
-        if position < len(args):
-            args[position] = value
-        else:
-            kwargs[name] = value
-    graph.set_arguments(node, tuple(args), kwargs)
+def _mask_of(node: fx.Node) -> Any:
+    """The mask of an attention; None for other operations."""
+    return arguments(node).get("attn_mask") if node.target in TARGETS else None

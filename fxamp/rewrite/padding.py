@@ -78,12 +78,12 @@ class _Chain:
 
 def _chain(loss: fx.Node) -> _Chain:
     """The product whose rows a loss reads. Raises Unfit."""
-    logits, target = _argument(loss, 0, "input", "self"), _argument(loss, 1, "target")
+    logits, target = graph.argument(loss, 0, "input", "self"), graph.argument(loss, 1, "target")
     if not isinstance(logits, fx.Node) or not isinstance(target, fx.Node):
         raise Unfit("its operands are not computed here")
     if graph.value_of(logits).dim() > 2 or graph.value_of(target).is_floating_point():
         raise Unfit("classes are not the last dimension, or the targets are probabilities")
-    if _argument(loss, 2, "weight") is not None or _smoothing(loss):
+    if graph.argument(loss, 2, "weight") is not None or _smoothing(loss):
         raise Unfit("it weighs classes, or smooths labels")
     num_classes = graph.value_of(logits).shape[-1]
     if type(num_classes) is not int:
@@ -92,7 +92,7 @@ def _chain(loss: fx.Node) -> _Chain:
         raise Unfit(f"{num_classes} classes are few, or aligned")
     rest = list[fx.Node]()
     node = logits
-    while capture.name_of(node) in _ROWS_STAY and isinstance(source := _argument(node, 0, "input", "self"), fx.Node):
+    while capture.name_of(node) in _ROWS_STAY and isinstance(source := graph.argument(node, 0, "input", "self"), fx.Node):
         rest.append(node)
         node = source
     for x in (node, *rest):
@@ -111,8 +111,8 @@ def _weight(product: fx.Node) -> tuple[fx.Node, fx.Node | None, int]:
     name = capture.name_of(product)
     if name not in ("linear", "matmul", "mm"):
         raise Unfit(f"the logits are made by {name or product.name}, which is no product with a weight")
-    weight = _argument(product, 1, "weight", "other", "mat2")
-    bias = _argument(product, 2, "bias") if name == "linear" else None
+    weight = graph.argument(product, 1, "weight", "other", "mat2")
+    bias = graph.argument(product, 2, "bias") if name == "linear" else None
     if not isinstance(weight, fx.Node) or graph.value_of(weight).dim() != 2:
         raise Unfit(f"the weight of {product.name} is no matrix")
     if list(graph.operands(product)).count(weight) > 1:
@@ -125,13 +125,7 @@ def _weight(product: fx.Node) -> tuple[fx.Node, fx.Node | None, int]:
 
 def _smoothing(loss: fx.Node) -> bool:
     is_aten = capture.name_of(loss) == "cross_entropy_loss" or isinstance(loss.target, torch._ops.OpOverload)
-    return bool(_argument(loss, 5 if is_aten else 7, "label_smoothing"))
-
-
-def _argument(node: fx.Node, position: int, *names: str) -> Any:
-    if position < len(node.args):
-        return node.args[position]
-    return next((node.kwargs[name] for name in names if name in node.kwargs), None)
+    return bool(graph.argument(loss, 5 if is_aten else 7, "label_smoothing"))
 
 
 # ---- the edit -----------------------------------------------------------------------------------------------------------
@@ -175,11 +169,11 @@ def _widen(node: fx.Node, num_classes: int, wide: int) -> None:
     """Lets a node whose operands have become wider yield rows of `wide` numbers. Raises Unfit if it would be anything else."""
     old = graph.value_of(node)
     if capture.name_of(node) in ("view", "reshape"):
-        sizes = node.args[1:] if len(node.args) > 2 else _argument(node, 1, "shape", "size")
+        sizes = node.args[1:] if len(node.args) > 2 else graph.argument(node, 1, "shape", "size")
         sizes = list(sizes) if isinstance(sizes, (tuple, list)) else [sizes]
         if sizes[-1:] not in ([-1], [num_classes]):
             raise Unfit(f"{node.name} says how many classes there are in a way of its own")
-        graph.set_arguments(node, (_argument(node, 0, "input", "self"), (*sizes[:-1], wide)), {})
+        graph.set_arguments(node, (graph.argument(node, 0, "input", "self"), (*sizes[:-1], wide)), {})
     try:
         new = graph.call_on_fakes(node, [graph.value_of(x) for x in graph.operands(node)])
     except (RuntimeError, TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ class DenseReads:
 
 def _dense(gm: fx.GraphModule) -> int:
     found = [node for node in gm.graph.nodes if capture.name_of(node) == "as_strided"]
-    written = {key for node in gm.graph.nodes for x in capture.writes(node) for key in graph.storages(x)} if found else set()
+    written = capture.written(gm) if found else frozenset()
     found = [node for node in found if graph.storages(node).isdisjoint(written)]
     reads = {node: read for node in found if (read := capture.strided_read(node)) is not None and not read.is_made_dense}
     for node, read in reads.items():

@@ -62,15 +62,13 @@ class Leaf:
     def note_copied(self) -> None:
         """It holds what the weight holds now."""
         weight = self.weight
-        self.version, self.layout, self.is_known = weight._version, _layout(weight), True
+        self.version, self.layout, self.is_known = weight._version, writes.layout(weight), True
         # Elsewhere kernels that only read a weight take its mark too. One that is not trained may be somebody else's, frozen.
         self.is_marked = weight.device.type == "cpu" and weight.requires_grad and writes.mark(weight)
 
     def is_behind(self) -> bool:
         """Has the weight been written since it was copied, as far as a step can tell? `weight.data` leaves no version."""
-        weight = self.weight
-        has_lost_mark = self.is_marked and not writes.is_marked(weight)
-        return has_lost_mark or (self.version, self.layout) != (weight._version, _layout(weight))
+        return not self._stands_as_copied() or (self.is_marked and not writes.is_marked(self.weight))
 
     def alias(self) -> Tensor:
         """The same memory for another reader: autograd adds the gradients of one leaf up in the low format."""
@@ -82,8 +80,11 @@ class Leaf:
         """Does it hold what the weight holds? Of a weight that is not trained, nobody knows: somebody else may have it frozen,
         and whoever marks it anew would hide from the other what was written before."""
         weight = self.weight
-        is_same = self.is_known and weight.requires_grad and (self.version, self.layout) == (weight._version, _layout(weight))
+        is_same = self.is_known and weight.requires_grad and self._stands_as_copied()
         return is_same and writes.is_marked(weight) and writes.is_alone(weight)
+
+    def _stands_as_copied(self) -> bool:
+        return (self.version, self.layout) == (self.weight._version, writes.layout(self.weight))
 
     def fits(self) -> bool:
         """Is it still a copy of a weight like this one?"""
@@ -228,10 +229,6 @@ def _copy(leaves: Sequence[Leaf]) -> None:
         torch._foreach_copy_([leaf.low.detach() for leaf in leaves], [leaf.weight.detach() for leaf in leaves])
     for leaf in leaves:
         leaf.note_copied()
-
-
-def _layout(weight: Tensor) -> tuple[int, tuple[int, ...]]:
-    return writes.address(weight), weight.stride()
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxamp import errors
+from fxamp.run import ranks
 from fxamp.run.history import NUM_CHANGES, NUM_STEPS, Change, History, Step
 from fxamp.run.mailbox import LAG_STEPS, Mailbox
 from fxamp.run.variants import Precisions
@@ -87,14 +88,14 @@ class Observer:
         """The message of all ranks: the mean of what was given, and of everything else the largest. NaN stays NaN."""
         from torch import distributed
 
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not ranks.is_one_of_many():
             return values
         if distributed.get_backend(self._group) == "nccl":
             values = values.cuda()
         gathered = [torch.empty_like(values) for _ in range(distributed.get_world_size(self._group))]
         distributed.all_gather(gathered, values, group=self._group)
-        ranks = torch.stack(gathered)
-        return torch.cat([ranks[:, :_NUM_GIVEN].mean(0), ranks[:, _NUM_GIVEN:].amax(0)])
+        by_rank = torch.stack(gathered)
+        return torch.cat([by_rank[:, :_NUM_GIVEN].mean(0), by_rank[:, _NUM_GIVEN:].amax(0)])
 
     def _arrive(self, sent: _Sent, values: list[float]) -> None:
         loss, measured, *signs = values

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxamp import errors, ops
-from fxamp.run import skipping, stepping
+from fxamp.run import ranks, skipping, stepping
 from fxamp.run.attachment import Attachment
 from fxamp.run.flags import Flags, ProbedGraph
 from fxamp.run.health import AT_FLOOR, Finding, Slot, findings
@@ -260,7 +260,7 @@ class Scaler:
         """Of each number, fp32 of any shape, the largest on any rank; so every rank has the same state."""
         from torch import distributed
 
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not ranks.is_one_of_many():
             return numbers
         together = torch.cat([x.reshape(-1) for x in numbers])
         distributed.all_reduce(together, distributed.ReduceOp.MAX, group=self._group)
@@ -471,7 +471,7 @@ def _is_recorded() -> bool:
 def _rank() -> int | None:
     from torch import distributed
 
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+    return distributed.get_rank() if ranks.is_one_of_many() else None
 
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -436,11 +436,8 @@ class TrainStep:
         once at most, however often it was tried."""
         with self._precisions.kept():
             num_failed = 0
-            while self._read_skipped() > num_skipped + num_failed:
+            while self._read_skipped() > num_skipped + num_failed and self._precisions.climb():
                 num_failed += 1
-                if not self._precisions.climb():
-                    num_failed -= 1  # the step is lost
-                    break
                 loss = self._step(batch)
         if self._scaler is not None and num_failed:
             self._scaler.forgive(self._task.optimizer, num_failed)
@@ -461,7 +458,7 @@ class TrainStep:
         """Forgets what was recorded with tensors that are elsewhere now, or with other hyperparameters."""
         held = (t for m in self._modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None)
         world = (
-            tuple((writes.address(t), t.stride()) for t in held),
+            tuple(map(writes.layout, held)),
             capturable.hyperparameters(self._task.optimizer),
             () if self._scaler is None else self._scaler.addresses(),
             self._num_loads,

@@ -41,6 +41,11 @@ def address(tensor: Tensor) -> int:
     return torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where a tensor lies, and its strides."""
+    return address(tensor), tensor.stride()
+
+
 def unmark(tensor: Tensor) -> None:
     """Takes the mark away."""
     tensor.data_ptr()
