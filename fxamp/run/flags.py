@@ -87,6 +87,9 @@ class Flags:
         self._released: dict[int, list[slice]] = {}
         """Slots of probes that are gone, by their number."""
         self._masks: dict[frozenset[int | None], Tensor] = {}
+        """Which slots belong to some parameters, by their ids. What is recorded reads them: each stays where it is while the
+        store does, and is written anew before it is read if slots have changed hands."""
+        self._is_stale = False
         self.watch: Final = Watch(device, regions)
         self.arrivals: Final[set[int | None]] = set()
         """Ids of the parameters whose gradients have arrived, and are not cleared."""
@@ -103,6 +106,8 @@ class Flags:
         span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
         if graph.regions:
             self._regions[span] = _on(self._store.device, torch.tensor([*graph.regions, 0]))
+        if graph.watched:
+            self.watch.reserve(graph.index, graph.watched)
         probe = torch.zeros(sum(graph.parts), device=self._store.device, requires_grad=True)
         ids = frozenset(owner for owner in owners if owner is not None)
         probe.register_post_accumulate_grad_hook(functools.partial(self._arrive, span, ids, graph))
@@ -116,7 +121,7 @@ class Flags:
 
     def _room_for(self, owners: list[int | None], names: Sequence[str]) -> slice:
         """Slots with these owners and names, with nothing in them and nothing on record."""
-        self._masks.clear()
+        self._is_stale = True
         released = self._released.get(len(owners))
         if released:
             span = released.pop()
@@ -125,6 +130,7 @@ class Flags:
         else:
             span = slice(len(self._owners), len(self._owners) + len(owners))
             while span.stop > len(self._store):
+                self._masks.clear()
                 self._store = torch.cat([self._store, torch.zeros_like(self._store)])
                 self._record = torch.cat([self._record, torch.zeros_like(self._record)], dim=1)
                 self._regions = torch.cat([self._regions, torch.zeros_like(self._regions)])
@@ -135,13 +141,15 @@ class Flags:
     def release(self, span: slice) -> None:
         """A probe is gone: its slots are free."""
         self._owners[span] = [None] * (span.stop - span.start)
-        self._masks.clear()
+        self._is_stale = True
         self._released.setdefault(span.stop - span.start, []).append(span)
 
     def forget(self, key: tuple[Any, ...], owner: int) -> None:
         """A parameter is gone: its id may come back as another tensor's."""
         self._probes.pop(key, None)
         self.arrivals.discard(owner)
+        for owners in [owners for owners in self._masks if owner in owners]:
+            self._masks.pop(owners, None)
 
     def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
         assert probe.grad is not None
@@ -212,14 +220,32 @@ class Flags:
             for name, n, m, share in zip(self._names, overflows, lost, shares, strict=True)
         ]
 
+    def settle(self, owners: Iterable[int]) -> None:
+        """Before a step of these parameters, by id, is recorded, and before each time that it is replayed: what it reads is
+        there, and says who owns each slot now. None of that can be recorded: it comes from the host."""
+        self._mask(owners)
+        self._mask((None,))
+
     def _mask(self, owners: Iterable[int | None]) -> Tensor:
         wanted = frozenset(owners)
+        is_recorded = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._is_stale and not is_recorded:
+            self._is_stale = False  # first: the garbage collector may release slots at any time
+            for others, mask in self._masks.items():
+                mask.copy_(self._belong(others), non_blocking=True)
         found = self._masks.get(wanted)
         if found is None:
-            mask = [owner in wanted for owner in self._owners]
-            mask += [False] * (len(self._store) - len(mask))
-            found = self._masks[wanted] = _on(self._store.device, torch.tensor(mask))
-        return found  # not looked up again: the garbage collector may have released slots
+            if is_recorded:
+                raise RuntimeError("a step is recorded whose flags are not settled")
+            found = self._masks[wanted] = self._belong(wanted).to(self.device, non_blocking=True)
+        return found
+
+    def _belong(self, owners: Collection[int | None]) -> Tensor:
+        """For each slot, whether it belongs to one of these parameters; on the host, where the device need not wait for it."""
+        mask = [owner in owners for owner in self._owners]
+        mask += [False] * (len(self._store) - len(mask))
+        values = torch.tensor(mask)
+        return values.pin_memory() if self.device.type == "cuda" else values
 
 
 def _call(flags: weakref.ref[Flags], method: Callable[..., None], *args: Any) -> None:

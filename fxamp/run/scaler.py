@@ -203,6 +203,12 @@ class Scaler:
         skipped = self._attached[optimizer].num_skipped
         return 0 if skipped is None else int(skipped)
 
+    def settle(self, optimizer: Optimizer) -> None:
+        """Before a step is recorded, and before each replay: see `Flags.settle`."""
+        ids = skipping.ids(optimizer)
+        for flags in self._flags.values():
+            flags.settle(ids)
+
     def addresses(self) -> tuple[int, ...]:
         """Of the stores that backwards write to: they move when they grow."""
         return tuple(address for flags in self._flags.values() for address in flags.addresses())

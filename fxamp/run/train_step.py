@@ -310,7 +310,8 @@ class TrainStep:
                 shape.num_warm += 1
                 return self._plain(batch, "warming up")
             self._record_all(batch, shape)
-            if self._why_plain or place not in shape.recordings:
+            self._look_around()  # what is recorded may need more room than was there
+            if self._why_plain or place not in shape.recordings or key not in self._shapes:
                 return self._plain(batch, self._why_plain or "warming up")
         recording = shape.recordings[place]
         if shape.inputs:
@@ -318,6 +319,8 @@ class TrainStep:
         self._rates.refresh()
         if recording.followed:
             self._leaves.bring_up_to_date(recording.leaves)
+        if self._scaler is not None:
+            self._scaler.settle(self._task.optimizer)
         recording.graph.replay()
         self._leaves.forget(but=recording.followed)
         stepping.tell(self._task.optimizer, by=self._leaves)
@@ -485,15 +488,18 @@ class TrainStep:
         torch._foreach_copy_(shape.inputs, list(batch.tensors)) if shape.inputs else None
         try:
             with self._precisions.kept(), self._keeping_buffers():
+                missing = list[Mapping[str, str]]()
                 for chosen in self._precisions.combinations():
                     self._precisions.force(chosen)
-                    place = self._place()
-                    if place not in shape.recordings:
+                    if self._place() not in shape.recordings:
                         self._warm(batch, shape)
-                        recording = self._record(batch, shape)
-                        if recording is None:
-                            return
-                        shape.recordings[place] = recording
+                        missing.append(chosen)
+                for chosen in missing:  # not before all have run: the first call of a graph makes room for its flags
+                    self._precisions.force(chosen)
+                    recording = self._record(batch, shape)
+                    if recording is None:
+                        return
+                    shape.recordings[self._place()] = recording
         except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
             self._forget_half_a_step()
             from torch._dynamo.exc import TorchDynamoException
@@ -532,6 +538,8 @@ class TrainStep:
         graph, known = torch.cuda.CUDAGraph(), capturable.state_of(self._task.optimizer)
         if follows:
             self._leaves.bring_up_to_date(self._leaves)
+        if self._scaler is not None:
+            self._scaler.settle(self._task.optimizer)
         room = self._room = None if self._update is None else self._update.reserve()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
         capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")

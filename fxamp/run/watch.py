@@ -73,9 +73,7 @@ class Watch:
 
     def arrive(self, graph: int, watched: Sequence[Watched], facts: Tensor) -> None:
         """Takes what a backward says of the entries of its graph, fp32 [3 * entries], or [4 * entries] with shares."""
-        span = self._spans.get(graph)
-        if span is None:
-            span = self._room_for(graph, watched)
+        span = self._spans[graph]
         rows = facts.view(-1, len(watched))
         self._arrived[:3, span].add_(rows[:3])
         if len(rows) > 3:
@@ -83,7 +81,11 @@ class Watch:
             torch.maximum(share, rows[3], out=share)
 
     @torch.inference_mode(False)
-    def _room_for(self, graph: int, watched: Sequence[Watched]) -> slice:
+    def reserve(self, graph: int, watched: Sequence[Watched]) -> None:
+        """Makes room for a graph, once, before anything of it arrives: what arrives may be on its way into a CUDA graph, into
+        which nothing of this can go."""
+        if graph in self._spans:
+            return
         span = self._spans[graph] = slice(len(self._entries), len(self._entries) + len(watched))
         self._entries += [(graph, entry) for entry in watched]
         numbers = [0 if self._ladder is None else self._ladder.number_of(entry.module) for entry in watched]
@@ -98,7 +100,6 @@ class Watch:
             self._record = torch.cat([self._record, nothing], dim=1)
             self._regions = torch.cat([self._regions, self._regions.new_zeros(size)])
         self._regions[span] = torch.tensor(numbers).to(self._device)
-        return span
 
     def addresses(self) -> tuple[int, ...]:
         """See `Flags.addresses`."""
