@@ -1,7 +1,8 @@
-"""Attention by products: PyTorch's values and gradients, the accuracy of the fused kernels, and products of low operands."""
+"""What graphs call of fxamp: attention by products beside PyTorch and its fused kernels, products of low operands, norms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -129,3 +130,26 @@ def test_on_cuda_the_scores_come_out_of_a_low_product_in_fp32():
         gm = make_fx(lambda *x: ops.attention_by_products(*x, is_causal=True))(q, k, v)
     low = "torch.bfloat16"
     assert products(gm) == [("aten::bmm.dtype", low, "torch.float32"), ("aten::bmm", low, low)]
+
+
+@pytest.mark.parametrize("order", [2, math.inf])
+def test_norms_of_tensors_of_several_dtypes_come_in_their_order(order: float):
+    draw = torch.Generator().manual_seed(0)
+    dtypes = [torch.float16, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    tensors = [torch.randn(3 + i, 2, generator=draw).to(dtype) for i, dtype in enumerate(dtypes)]
+    found = ops.norms(tensors, order)
+    assert [x.dtype for x in found] == [torch.float32] * 5
+    for norm, x in zip(found, tensors, strict=True):
+        torch.testing.assert_close(norm.double(), torch.linalg.vector_norm(x.double(), order), rtol=1e-6, atol=0)
+    assert ops.norms([], order) == []
+
+
+def test_the_largest_of_each_gradient_with_all_that_is_not_finite():
+    """As fp64 may hold what fp32 does not, and remains finite."""
+    gradients = [torch.tensor([1.0, -3.0], dtype=dtype) for dtype in (torch.float16, torch.float64, torch.float32)]
+    broken = [torch.tensor([math.nan, math.inf]), torch.tensor([-math.inf, 1.0], dtype=torch.float16)]
+    huge = torch.tensor([1e300], dtype=torch.float64)
+    found = ops.LARGEST([*gradients, *broken, huge], [0, 1, 0, 3, 4, 5], 7)
+    assert found.tolist()[:3] == [3.0, 3.0, 0.0]
+    assert math.isnan(found[3])
+    assert found[4:].tolist() == [math.inf, torch.finfo(torch.float32).max, 0.0]

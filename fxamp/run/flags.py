@@ -4,6 +4,7 @@ the share of its numbers that fp16 could not hold."""
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ class Flags:
     # ---- asking and clearing --------------------------------------------------------------------------------------------
     def largest(self) -> Tensor:
         """fp32 [], the largest finite magnitude of any gradient."""
-        return torch.where(torch.isfinite(self._store), self._store, 0.0).max()
+        return self._finite().max()
 
     def any_overflow(self) -> Tensor:
         """fp32 [], 1 if a gradient of anything overflowed, else 0."""
@@ -186,9 +187,12 @@ class Flags:
     def by_region(self) -> Tensor:
         """fp32 [2, number of regions]: 1 if a gradient overflowed there that was finite when it entered, else 0; the largest
         finite magnitude of the gradients of the region's parameters."""
-        finite = torch.where(torch.isfinite(self._store), self._store, 0.0)
-        largest = torch.zeros_like(self._overflowed_regions).scatter_reduce(0, self._regions, finite, "amax")
+        largest = torch.zeros_like(self._overflowed_regions).scatter_reduce(0, self._regions, self._finite(), "amax")
         return torch.stack([self._overflowed_regions, largest])
+
+    def _finite(self) -> Tensor:
+        """The magnitudes, 0 for those that are not finite."""
+        return torch.where(self._store < math.inf, self._store, 0.0)
 
     def overflow_of(self, parameters: Iterable[int]) -> Tensor:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
@@ -197,14 +201,16 @@ class Flags:
     def clear(self, scale: Tensor, owners: Collection[int | None] | None = None) -> None:
         """Takes what arrived for these parameters, by id, into the record, and forgets it. An id of None: for anything else;
         no `owners`: everything. `scale`: fp32 [], or [number of regions], the loss scale that it was computed with."""
-        is_bad = ~torch.isfinite(self._store)
         # What no named region holds may have had the scale of any: of none is said that it was lost by too small a one.
         here = scale if scale.ndim == 0 else torch.where(self._regions == 0, scale.max(), scale[self._regions])
-        is_lost = (self._store > 0) & (self._store * here < SMALLEST_NORMAL)
-        mask = torch.ones_like(is_bad) if owners is None else self._mask(owners)
-        self._record[0].add_(is_bad & mask)
-        self._record[1].add_(is_lost & mask)
-        self._store.masked_fill_(mask, 0.0)
+        told = torch.stack([~(self._store < math.inf), (self._store > 0) & (self._store * here < SMALLEST_NORMAL)])
+        if owners is None:
+            self._record[:2].add_(told)
+            self._store.zero_()
+        else:
+            mask = self._mask(owners)
+            self._record[:2].add_(told & mask)
+            self._store.masked_fill_(mask, 0.0)
         if owners is None or None in owners:
             self._overflowed_regions.zero_()
         if owners is None:
@@ -259,5 +265,5 @@ def _on(device: torch.device, values: Tensor) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
-def _not_finite(values: Tensor) -> Tensor:
-    return (~torch.isfinite(values)).any().to(torch.float32)
+def _not_finite(magnitudes: Tensor) -> Tensor:
+    return (magnitudes < math.inf).all().logical_not().to(torch.float32)

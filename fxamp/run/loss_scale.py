@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,10 @@ NUM_REMEMBERED: Final = 256
 
 NUM_RECENT: Final = 16
 """Updates that an overflow rate is over: a scale that looks for its place overflows a few times in a row."""
+
+
+BEYOND_FP32: Final = math.ldexp(2 - 2**-24, 127)
+"""The smallest fp64 number that fp32 rounds to inf."""
 
 
 class State(NamedTuple):
@@ -36,7 +41,7 @@ def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
     tracker = torch.where(is_bad, 0.0, state.tracker + 1)
     grows = tracker == config.growth_interval_steps
     grown = scale * config.growth_factor
-    grown = torch.where(grows & torch.isfinite(grown.float()), grown, scale)
+    grown = torch.where(grows & (grown < BEYOND_FP32), grown, scale)
     moved = torch.where(is_bad & (patience <= 0), scale * config.backoff_factor, grown)
     return State(
         scale=moved.clamp(config.floor, config.cap).float(),

@@ -279,13 +279,13 @@ class Scaler:
         state = self.state_on(bad.device)
         state.num_skipped.add_(bad)
         ids = skipping.ids(optimizer)
-        self._forget_flags(ids)
         self._stepped.add(optimizer)
         task = torch._C._current_graph_task_id()
         if task == -1:
-            self._end_round()
+            self._end_round(ids)
             return
         # A hook on a parameter steps it within the backward, whose flags may arrive after it.
+        self._forget_flags(ids)
         self._stepped_within |= ids
         if task != self._waits_for_task:
             self._waits_for_task = task
@@ -293,15 +293,19 @@ class Scaler:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        self._forget_flags(self._stepped_within)
-        self._stepped_within = set()
-        self._end_round()
+        ids, self._stepped_within = self._stepped_within, set()
+        self._end_round(ids)
 
-    def _end_round(self) -> None:
-        if not any(self._has_got_gradients(other) for other in self._attached):
-            self._update()
+    def _end_round(self, ids: Collection[int]) -> None:
+        """These parameters, by id, have stepped; if nobody else has got gradients, that was the round."""
+        for flags in self._flags.values():
+            flags.arrivals.difference_update(ids)
+        if self._overflowed is None or any(self._has_got_gradients(other) for other in self._attached):
+            self._forget_flags(ids)
+        else:
+            self._update()  # forgets them with all others
 
-    def _forget_flags(self, ids: set[int]) -> None:
+    def _forget_flags(self, ids: Collection[int]) -> None:
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), ids)
 
@@ -331,12 +335,12 @@ class Scaler:
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
-        largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
-        state.update(overflowed, largest, by_region=self._by_region, moves=self._precisions.tests_scale())
-        self._refresh_replicas()
         waiting = [other for other in self._attached if self._has_got_gradients(other)]
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
+        largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
+        state.update(overflowed, largest, by_region=self._by_region, moves=self._precisions.tests_scale())
+        self._refresh_replicas()
         self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
         if not _is_recorded():

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from fxamp import ops
+
 KINDS: Final = (optim.Adam, optim.AdamW, optim.SGD)
 ALIGNMENT_BYTES: Final = 16
 
@@ -194,10 +196,11 @@ def _factors(gradients: Sequence[Gradient], inverse_scale: Tensor, clip: float |
     """What true gradients, and scaled ones, are multiplied by, each fp32 []."""
     if clip is None:
         return torch.ones_like(inverse_scale), inverse_scale
-    norms = torch._foreach_norm([g.gradient for g in gradients], 2, dtype=torch.float32)
-    true = [norm * inverse_scale if g.is_scaled else norm for g, norm in zip(gradients, norms, strict=True)]
+    scaled, true = (ops.norms([g.gradient for g in gradients if g.is_scaled == is_scaled], 2) for is_scaled in (True, False))
+    parts = [torch.stack(scaled) * inverse_scale] if scaled else []
+    parts += [torch.stack(true)] if true else []
     # As torch.nn.utils.clip_grad_norm_ does it.
-    factor = (clip / (torch.linalg.vector_norm(torch.stack(true)) + 1e-6)).clamp(max=1.0)
+    factor = (clip / (torch.linalg.vector_norm(torch.cat(parts)) + 1e-6)).clamp(max=1.0)
     return factor, factor * inverse_scale
 
 
