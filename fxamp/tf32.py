@@ -12,6 +12,12 @@ _SWITCHES: Final = (("cuda", "matmul"), ("cuda", "conv"))
 """(backend, operation) of torch.backends' fp32_precision that decide how fp32 products are computed on CUDA."""
 
 
+def is_on(operation: str) -> bool:
+    """Do fp32 products on CUDA run as TF32 now, by PyTorch's own switch? `operation`: "matmul" or "conv", which is on unless
+    somebody turns it off."""
+    return torch._C._get_fp32_precision_getter("cuda", operation) == "tf32"
+
+
 @contextlib.contextmanager
 def enabled() -> Generator[None]:
     """fp32 matrix products and convolutions run as TF32 inside, and as before outside."""

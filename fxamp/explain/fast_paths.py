@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import capture, formats, graph, optable
+from fxamp import capture, formats, graph, optable, tf32
 from fxamp.capture import Captured
 from fxamp.plan import TRACED, Plan
 from fxamp.rewrite import masks, padding
@@ -107,7 +107,9 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
             continue
         decision = plan.decisions.get(node.name)
         held = _held(node)
-        is_tf32 = plan.variant == "tf32" and held == {TRACED}
+        switch = _SWITCHES.get(kind, "") if held == {TRACED} else ""
+        is_asked = plan.variant == "tf32" and held == {TRACED}
+        is_tf32 = is_asked or (bool(switch) and tf32.is_on(switch))
         computes = "tf32" if is_tf32 else "+".join(sorted(map(formats.name, held)))
         why = f"precision={plan.variant!r}" if plan.low == TRACED else decision.why if decision else ""
         slow = (None if is_tf32 else _wide(held, why, op)) or _emulated(computes, captured.device)
@@ -119,7 +121,7 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
             computes=computes,
             sizes=verdict.sizes,
             is_taken=not missed,
-            why=missed or verdict.price,
+            why=missed or verdict.price or ("" if is_asked or not is_tf32 else f"by torch.backends.{_SETTING[switch]}"),
             advice=advice,
             where=where,
             code=code,
@@ -135,6 +137,11 @@ def _held(node: fx.Node) -> set[torch.dtype]:
     return {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
 
 
+_SWITCHES: Final[Mapping[Kind, str]] = MappingProxyType({"matrix product": "matmul", "convolution": "conv"})
+_SETTING: Final[Mapping[str, str]] = MappingProxyType({
+    "matmul": "cuda.matmul.fp32_precision, which torch.set_float32_matmul_precision sets",
+    "conv": "cudnn.conv.fp32_precision, which is on by default",
+})  # fmt: skip
 _CONVOLUTIONS: Final = frozenset(
     name for name in optable.AUTOCAST_LOW.split() if "conv" in name and name != "conv_tbc"
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Generator
 from typing import Any, Final
 
 import pytest
@@ -97,6 +99,34 @@ def test_products_in_fp32():
     assert (tf32.is_taken, tf32.computes) == (True, "tf32")
     assert one(lambda x, w: F.linear(x, w), of(32, 68), of(64, 68), variant="tf32").is_taken  # 4 numbers of 4 bytes
     assert not one(lambda x, w: F.linear(x, w), of(32, 68), of(64, 68)).is_taken
+
+
+@contextlib.contextmanager
+def switched(operation: str, value: str) -> Generator[None]:
+    """One of PyTorch's switches for fp32 on CUDA."""
+    before = torch._C._get_fp32_precision_getter("cuda", operation)
+    torch._C._set_fp32_precision_setter("cuda", operation, value)
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", operation, before)
+
+
+@pytest.mark.parametrize(("operation", "op"), [("matmul", "linear"), ("conv", "conv2d")])
+def test_what_is_kept_in_fp32_is_left_to_the_switch_of_the_process(operation: str, op: str):
+    """It computes as it would without fxamp, and the report says what that is."""
+    image, weight = (of(*shape).to(memory_format=torch.channels_last) for shape in ((2, 32, 8, 8), (64, 32, 3, 3)))
+    inputs = (of(32, 64), of(64, 64)) if op == "linear" else (image, weight)
+
+    def verdict() -> FastPath:
+        fn = F.linear if op == "linear" else F.conv2d
+        return one(lambda x, w: fn(x, w), *inputs, policy={f"op:{op}": "fp32"})
+
+    with switched(operation, "ieee"):
+        assert (verdict().is_taken, verdict().computes) == (False, "fp32")
+    with switched(operation, "tf32"):
+        assert (verdict().is_taken, verdict().computes) == (True, "tf32")
+        assert verdict().why.startswith("by torch.backends.")
 
 
 # ---- convolutions -----------------------------------------------------------------------------------------------------------
