@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from bench import origin, report, run, systems, workloads
-from bench.run import Config
+from bench.config import Config
 from bench.worker import without_folders
 
 RESULTS: Final = origin.ROOT / "bench" / "results"
@@ -23,7 +23,7 @@ EPILOG: Final = """examples:
   python -m bench --quick                                  three small workloads, five systems: minutes on two CPU cores
   python -m bench                                          everything that this machine can run
   python -m bench --only tiny-gpt gpt2 --systems 'fxamp-*' some of it; what the results have already is left out
-  python -m bench --only llama-* --budget-s 450            stop building after 450 s; call again to go on
+  python -m bench --only 'llama-*' --budget-s 450          what takes 450 s; the command to go on with is printed
   python -m bench --scaling --only none                    time of fxamp's passes and calls, over depth and batch
   python -m bench --report                                 only write the tables from the results
   python -m bench.kernels gpt2 SYSTEM SYSTEM               which kernels two systems run, where they differ (GPU)
@@ -33,7 +33,11 @@ EPILOG: Final = """examples:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     out = argparse.ArgumentParser(
-        prog="python -m bench", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # `command_for_rest` reads names
     )
     what = out.add_argument_group("what to measure")
     what.add_argument(
@@ -50,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--threads", type=int, metavar="N", help="CPU threads of a system (default: torch's, quick 1)")
     how.add_argument("--no-warm", action="store_true", help="do not compile a second time from warm caches")
     how.add_argument("--timeout-s", type=float, default=300, metavar="S", help="for building one system (default 300)")
-    how.add_argument("--budget-s", type=float, metavar="S", help="build nothing new after this long")
+    how.add_argument("--budget-s", type=float, metavar="S", help="begin nothing that would not be done after this long")
     results = out.add_argument_group("results")
     results.add_argument(
         "--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON lines are (bench/results)"
@@ -107,6 +111,7 @@ def config_of(args: argparse.Namespace, command: str) -> Config:
         reuses_peers=args.reuse_peers,
         does_scaling=args.scaling or (args.quick and not args.only),
         results=args.results,
+        record=RESULTS,
         command=command,
         commit=args.commit,
         compiles_again=not (args.quick or args.no_warm),
@@ -124,16 +129,35 @@ def print_list(console: Console) -> None:
             console.print(f"  {entry.name:<30} {entry.about}", highlight=False)
 
 
+def command_for_rest(arguments: Sequence[str], left: Mapping[str, Sequence[str]]) -> str:
+    """The command that measures what a run left, by workload."""
+    kept: list[str] = []
+    is_kept = True
+    for argument in arguments:
+        if argument.startswith("--"):  # the values of the two lists are up to the next option
+            is_kept = argument.partition("=")[0] not in ("--only", "--systems", "--fresh")
+        if is_kept:
+            kept.append(argument)
+    names = list(dict.fromkeys(name for waiting in left.values() for name in waiting))
+    return shlex.join(["python", "-m", "bench", *kept, "--only", *left, "--systems", *names])
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command."""
+    """Runs the command. Exit status: 130 if it was interrupted; what it had is written."""
     args, console = parser().parse_args(arguments), Console(soft_wrap=True)
     if args.list:
         print_list(console)
         return 0
+    is_interrupted = False
     if not args.report:
         command = without_folders(shlex.join(["python", "-m", "bench", *arguments]))
-        path = run.run(config_of(args, command), console)
-        console.print(f"rows: {path}", highlight=False)
+        done = run.run(config_of(args, command), console)
+        is_interrupted = done.is_interrupted
+        console.print(f"{'interrupted; ' if is_interrupted else ''}rows: {done.path}", highlight=False)
+        if done.left:
+            for name, waiting in done.left.items():
+                console.print(f"left for another run: {name}: {', '.join(waiting)}", highlight=False)
+            console.print(f"go on with: {command_for_rest(arguments, done.left)}", highlight=False)
     is_ours = args.results.resolve() == RESULTS
     page_path = RESULTS.parent / "RESULTS.md" if is_ours else args.results / "RESULTS.md"
     report.write(
@@ -148,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
 
         for drawn in plots.draw(report.load(args.results), args.results):
             console.print(f"plot: {drawn}", highlight=False)
-    return 0
+    return 130 if is_interrupted else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ class Reply:
     value: Any = None
     reason: str | None = None
     is_out_of_memory: bool = False
+    is_late: bool = False
+    """Was there no answer in time?"""
 
 
 # ---- inside the process ----------------------------------------------------------------------------------------------
@@ -295,6 +298,8 @@ def serve(
     num_compile_threads: int,
 ) -> None:
     """Answers until the pipe is closed. Everything that is printed goes to a file: max-autotune alone prints pages."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they come to the whole group; the main process ends this one
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which compilers would inherit
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(num_compile_threads))
     with log.open("ab", buffering=0) as file:
@@ -337,16 +342,27 @@ class Worker:
         self._num_compile_threads = max(1, (os.cpu_count() or 1) // num_jobs)
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
+        self._is_interrupted = False
 
     def ask(self, method: str, *arguments: Any, timeout_s: float) -> Reply:
         """One question. An error, a crash or silence beyond `timeout_s` ends the process and comes back as a Reply."""
         end_s = time.monotonic() + timeout_s
         if self._process is None:
             self._start()
+            if self._is_interrupted:  # before there was a process to end
+                self.stop()
+                return Reply(status="error", reason="interrupted")
             started = self._exchange("start_up", (), end_s - time.monotonic())
             if started.status != "ok":
                 return started
         return self._exchange(method, arguments, end_s - time.monotonic())
+
+    def interrupt(self) -> None:
+        """Ends the process for good. May come from another thread than the one that waits for an answer, which then gets an
+        error at once; `stop` may not."""
+        self._is_interrupted = True
+        if self._process is not None:
+            self._process.kill()
 
     def stop(self) -> None:
         """Ends the process, if there is one."""
@@ -363,7 +379,7 @@ class Worker:
         # "spawn": CUDA does not survive a fork.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(
+        process = context.Process(
             target=serve,
             args=(
                 theirs,
@@ -376,7 +392,8 @@ class Worker:
             ),
             daemon=True,
         )
-        self._process.start()
+        process.start()
+        self._process = process
         theirs.close()  # else the end of the process would not close the pipe
 
     def _exchange(self, method: str, arguments: Sequence[Any], timeout_s: float) -> Reply:
@@ -385,14 +402,14 @@ class Worker:
         try:
             self._connection.send((method, arguments))
             if not self._connection.poll(max(timeout_s, 0)):
-                reply = Reply(status="error", reason=f"no answer to {method} within {timeout_s:.0f} s")
+                reason = f"no answer to {method} within {timeout_s:.0f} s"
+                reply = Reply(status="error", reason=reason, is_late=True)
             else:
                 reply = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
-            reply = Reply(
-                status="error", reason=f"the process ended ({self._process.exitcode}) in {method}: {self._last_words()}"
-            )
+            reason = f"the process ended ({self._process.exitcode}) in {method}: {self._last_words()}"
+            reply = Reply(status="error", reason="interrupted" if self._is_interrupted else reason)
         if reply.status == "error":
             self.stop()
         return reply

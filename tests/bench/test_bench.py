@@ -107,3 +107,12 @@ def test_defaults():
 
 def test_core_systems():
     assert set(config("--systems", "core", "fp32-compile").systems) == {*systems.CORE, "fp32-compile"}
+
+
+def test_the_command_that_goes_on():
+    given = ["--only", "mlp-*", "gpt2", "--budget-s", "100", "--fresh", "--systems", "core", "--jobs", "2"]
+    left = {"gpt2": ["fp32-eager", ANCHOR], "mlp": [ANCHOR]}
+    assert command.command_for_rest(given, left) == (
+        f"python -m bench --budget-s 100 --jobs 2 --only gpt2 mlp --systems fp32-eager {ANCHOR}"
+    )
+    assert command.command_for_rest(["--systems=core"], {"mlp": ["x"]}) == "python -m bench --only mlp --systems x"

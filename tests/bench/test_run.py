@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +15,15 @@ import pytest
 from rich.console import Console
 
 from bench import rows, run, scaling
+from bench.config import Config
+from bench.contest import rotated
 from bench.measure import Ceilings, Launches, Memory, Work
 from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime
-from bench.run import Bench, Config, rotated
+from bench.run import Bench
 from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply
-from tests.bench.make import facts
+from tests.bench import make
+from tests.bench.make import facts, measurement
 
 GIB = 2**30
 
@@ -30,7 +36,10 @@ class World:
     """None: a CPU."""
     need_gib: float = 1.0
     log: list[tuple[str, str]] = field(default_factory=list)
+    timeouts_s: dict[tuple[str, str], float] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
+    num_together: dict[str, int] = field(default_factory=dict)
+    """Builds at the same time."""
     planted: dict[tuple[str, str], Callable[[], Reply]] = field(default_factory=dict)
 
     def hire(self, system: System | None) -> Pretended:
@@ -50,9 +59,13 @@ class Pretended:
     def ask(self, method: str, *arguments: Any, timeout_s: float) -> Reply:
         assert timeout_s > 0
         self.world.log.append((self.name, method))
+        self.world.timeouts_s[self.name, method] = timeout_s
         if (self.name, method) in self.world.planted:
             return self.world.planted[self.name, method]()
         return Reply(status="ok", value=getattr(self, method)(*arguments))
+
+    def interrupt(self) -> None:
+        self.stop()
 
     def stop(self) -> None:
         self.world.built.discard(self.name)
@@ -82,6 +95,7 @@ class Pretended:
 
     def build(self, name: str, num_parallel_builds: int) -> Any:
         self.world.built.add(self.name)
+        self.world.num_together[self.name] = num_parallel_builds
         reserved = int(self.world.need_gib * GIB)
         memory = None if self.world.free_gib is None else Memory(allocated_bytes=reserved, reserved_bytes=reserved)
         return facts(rough_step_ms=50.0, memory=memory, num_parallel_builds=num_parallel_builds, launches=None)
@@ -122,9 +136,15 @@ def config(tmp_path: Path) -> Config:
         reuses_peers=False,
         does_scaling=False,
         results=tmp_path,
+        record=tmp_path / "record",
         command="python -m bench",
         commit="abc",
     )
+
+
+def taking(gib: float) -> Any:
+    """Facts of a system that takes memory."""
+    return facts(memory=Memory(allocated_bytes=int(gib * GIB), reserved_bytes=int(gib * GIB)))
 
 
 def go(config: Config, world: World) -> dict[str, Measurement]:
@@ -291,19 +311,87 @@ def test_a_spent_budget_begins_nothing(config):
     assert world.order("build") == []
 
 
-def test_what_is_built_when_time_is_short_is_timed(config, monkeypatch):
-    now_s = 0.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now_s)
+@dataclass
+class Clock:
+    """Time that passes only where a test says so."""
 
-    def build() -> Reply:
-        nonlocal now_s
-        now_s += 200
-        return Reply(status="ok", value=facts(rough_step_ms=50.0, launches=None))
+    now_s: float = 0.0
 
-    world = World(planted={(name, "build"): build for name in NAMES})
+    def __call__(self) -> float:
+        return self.now_s
+
+    def takes(self, seconds: float, value: Any) -> Callable[[], Reply]:
+        def wait() -> Reply:
+            self.now_s += seconds
+            return Reply(status="ok", value=value)
+
+        return wait
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(time, "monotonic", made)
+    return made
+
+
+BUILT = facts(rough_step_ms=50.0, launches=None)
+
+
+def test_what_is_built_when_time_is_short_is_timed(config, clock):
+    world = World(planted={(name, "build"): clock.takes(200, BUILT) for name in NAMES})
     found = go(replace(config, budget_s=415.0), world)
     assert [found[name].timing is not None for name in found] == [True, True]  # the anchor and the next one
     assert set(found) == {ANCHOR, "fp32-eager"}
+
+
+def test_no_build_is_begun_that_would_take_longer_than_is_left(config, clock):
+    """The anchor took 100 s; two at once may take 1.3 times that."""
+    world = World(planted={(name, "build"): clock.takes(100, BUILT) for name in NAMES})
+    go(replace(config, budget_s=225.0, num_jobs=1), world)
+    assert world.order("build") == [ANCHOR, "fp32-eager"]
+    assert world.timeouts_s["fp32-eager", "build"] <= 100  # the limit for any build
+    assert go(replace(config, budget_s=50.0, is_fresh=True), World()).keys() == set(NAMES)  # nothing is known: 20 s do
+
+
+def test_who_is_late_because_the_budget_is_short_is_no_error(config, clock):
+    late = Reply(status="error", reason="no answer", is_late=True)
+    world = World(planted={("fp32-eager", "build"): lambda: late})
+    assert "fp32-eager" not in go(replace(config, budget_s=60.0), world)
+    assert go(config, world)["fp32-eager"].status == "error"  # it had all the time that any build has
+
+
+def test_builds_at_once_have_the_same_deadline(config, clock):
+    world = World(planted={(name, "build"): clock.takes(1, BUILT) for name in NAMES})
+    go(replace(config, budget_s=60.0, num_jobs=2), world)
+    first, second = (world.timeouts_s[name, "build"] for name in NAMES[:2])
+    assert first == second
+    assert first == pytest.approx(60 - 4 * 2 * 0.1)  # three turns of 100 ms, and one to begin with
+    # By now two seconds are gone, and a step is known to take 50 ms: each turn begins with one that is not timed.
+    assert world.timeouts_s[NAMES[2], "build"] == pytest.approx(58 - 4 * 4 * (0.1 + 0.05))
+
+
+def test_time_that_runs_out_ends_turns_behind_three(config, clock):
+    world = World(planted={(name, "time"): clock.takes(10, 10.0) for name in NAMES})
+    found = go(replace(config, num_repetitions=9, budget_s=100.0), world)
+    timings = [row.timing for row in found.values()]
+    assert [len(t.step_ms) for t in timings if t is not None] == [3] * len(NAMES)
+
+
+def test_what_is_left_for_another_run(config, clock):
+    world = World(planted={(name, "build"): clock.takes(100, BUILT) for name in NAMES})
+    short = replace(config, budget_s=215.0, workloads=("mlp-small", "gpt-small"))
+    bench = Bench(short, world.hire, Console(file=io.StringIO()))
+    bench.measure_all()
+    assert bench.left() == {"mlp-small": ["fp32-compile", "fxamp-bf16"], "gpt-small": list(NAMES)}
+
+
+def test_processes_of_a_gpu_start_while_its_ceilings_are_measured(config):
+    world = World(free_gib=100.0)
+    go(replace(config, device_type="cuda", systems=(*NAMES, "tf32-compile")), world)
+    started = {name for name, method in world.log[: world.log.index(("device", "count_work"))] if method == "device_facts"}
+    assert started >= set(NAMES)
+    assert "tf32-compile" not in started  # it is not available
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -313,13 +401,46 @@ def test_groups_by_memory_each_beside_the_anchor(config):
     timings = [found[name].timing for name in NAMES]
     assert [set(t.together) for t in timings if t is not None][1:] == [{ANCHOR, name} for name in NAMES[1:]]
     assert all(t is not None and len(t.anchor_ratios) == 4 for t in timings)
+    assert all(row.facts is not None and row.facts.launches == facts().launches for row in found.values())
 
 
 def test_as_many_at_once_as_jobs_and_memory_allow(config):
     world = World(free_gib=100.0, need_gib=2.0)
     found = go(replace(config, device_type="cuda", num_jobs=3), world)
     builds = {name: row.facts.num_parallel_builds for name, row in found.items() if row.facts is not None}
-    assert builds == {ANCHOR: 1, "fp32-eager": 3, "fp32-compile": 3, "fxamp-bf16": 3}
+    assert builds == {ANCHOR: 3, "fp32-eager": 3, "fp32-compile": 3, "fxamp-bf16": 1}
+    timing = found["fxamp-bf16"].timing
+    assert timing is not None
+    assert set(timing.together) == set(NAMES)
+
+
+def test_what_is_on_record_says_how_many_are_built_at_once(config):
+    """Without a record a quarter of what is free is thought to be needed, whoever it is."""
+    roomy = replace(config, device_type="cuda", num_jobs=4)
+    rows.append(
+        roomy.record / "some-gpu.jsonl",
+        [measurement(name, run=make.run(fxamp_source="old"), workload="mlp-small", facts=taking(gib))
+         for name, gib in ((ANCHOR, 10), ("fp32-eager", 30), ("fp32-compile", 20))],
+    )  # fmt: skip
+    world = World(free_gib=100.0)
+    go(roomy, world)
+    # 1.4 * (10 + 30) fits, and 1.4 * (10 + 30 + 20) does too, but not 30 more for one of which nothing is on record.
+    assert {world.num_together[name] for name in NAMES[:3]} == {3}
+    assert world.num_together["fxamp-bf16"] == 1
+
+
+def test_an_anchor_that_runs_out_of_memory_in_company_is_built_alone_first(config):
+    full = Reply(status="error", reason="out of memory", is_out_of_memory=True)
+    replies = iter([full])
+    ok = Reply(status="ok", value=facts(rough_step_ms=50.0, launches=None))
+    world = World(free_gib=100.0, planted={(ANCHOR, "build"): lambda: next(replies, ok)})
+    found = go(replace(config, device_type="cuda", num_jobs=4), world)
+    assert {row.status for row in found.values()} == {"ok"}
+    assert world.order("build").count(ANCHOR) == 2
+    assert world.order("release").index("fp32-eager") >= 0
+    timing = found["fxamp-bf16"].timing
+    assert timing is not None
+    assert set(timing.together) == set(NAMES)
 
 
 def test_who_tunes_kernels_is_built_alone_and_last(config):
@@ -389,6 +510,59 @@ def test_scaling(config):
     swept = [r for r in found if isinstance(r, Measurement)]
     assert {r.sweep_over for r in swept} == {"layers", "batch size"}
     assert {r.system for r in swept} == {ANCHOR, "fxamp-bf16"}
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+def interrupted(config: Config, world: World, name: str, method: str, *before: Reply) -> dict[str, Measurement]:
+    """Rows of a run that gets SIGTERM in a question to a worker, behind some that were answered."""
+    left = iter(before)
+
+    def answer() -> Reply:
+        found = next(left, None)
+        if found is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return Reply(status="error", reason="killed")
+        return found
+
+    world.planted[name, method] = answer
+    bench = Bench(config, world.hire, Console(file=io.StringIO()))
+    with run._sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
+        bench.measure_all()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return {r.system: r for r in rows.read(bench.path) if isinstance(r, Measurement)}
+
+
+TIMED = Reply(status="ok", value=10.0)
+
+
+def test_an_interrupted_run_keeps_what_took_three_turns(config):
+    """"time" is asked once before the turns."""
+    found = interrupted(config, World(), "fp32-compile", "time", *[TIMED] * 4)
+    timings = {name: row.timing for name, row in found.items()}
+    assert timings.keys() == set(NAMES)
+    assert {len(t.step_ms) for t in timings.values() if t is not None} == {3}
+
+
+def test_fewer_turns_leave_nothing_but_the_request_for_another_run(config):
+    assert interrupted(config, World(), "fp32-compile", "time", *[TIMED] * 3) == {}
+
+
+def test_an_interrupted_run_keeps_what_the_groups_before_had(config):
+    """One system fits beside the anchor: the second group is interrupted while it is built."""
+    world = World(free_gib=6.0, need_gib=2.0)
+    found = interrupted(replace(config, device_type="cuda"), world, "fp32-compile", "build")
+    assert found.keys() == {ANCHOR, "fp32-eager"}
+    assert found["fp32-eager"].facts is not None
+    assert found["fp32-eager"].facts.launches is not None
+    assert all(row.timing is not None for row in found.values())
+
+
+def test_an_interruption_ends_the_processes_that_are_waited_for(config, monkeypatch):
+    """Else the run would wait for a compilation before it writes."""
+    ended: list[str] = []
+    monkeypatch.setattr(Pretended, "interrupt", lambda self: ended.append(self.name))
+    interrupted(replace(config, num_jobs=2), World(), "fp32-eager", "build")
+    assert set(ended) >= {ANCHOR, "fp32-eager"}
 
 
 def test_a_run_that_is_killed_keeps_finished_workloads(config):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,19 @@ def test_silence_and_death_are_answers(tmp_path, monkeypatch):
     reply = hired(tmp_path).ask("build", "mlp-small", 1, timeout_s=60)
     assert reply.status == "error"
     assert "the process ended (7) in start_up: the last line" in str(reply.reason)
+
+
+def test_an_interruption_is_an_answer_to_whoever_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "serve", sleep_on)
+    silent = hired(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(silent.ask, "build", "mlp-small", 1, timeout_s=600)
+        while silent._process is None:
+            time.sleep(0.01)
+        silent.interrupt()
+        reply = waiting.result(timeout=60)
+    assert reply.status == "error"
+    assert silent.ask("build", "mlp-small", 1, timeout_s=600).reason == "interrupted"
 
 
 def sleep_on(*_: Any) -> None:
