@@ -17,10 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch._inductor.utils import fresh_inductor_cache
-from torch.profiler import ProfilerActivity, profile
 
 from bench import systems, workloads
-from fxamp.explain.kernels import Kernel, events_of, kernel_category, kernels_of
+from fxamp.explain.kernels import Kernel, Recorder, kernel_category
 
 NUM_WARM_UP_STEPS: Final = 5
 
@@ -30,19 +29,20 @@ def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, 
     workload, system = workloads.find(workload_name), systems.all_systems()[system_name]
     torch._dynamo.reset()
     gc.collect()
-    torch.cuda.empty_cache()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder, fresh_inductor_cache(dir=folder):
-        parts = workload.parts("cuda")
-        runner = systems.prepare(system, workload, parts, "cuda")
+        parts = workload.parts(device)
+        runner = systems.prepare(system, workload, parts, device)
         batches = [[parts.batches[i % len(parts.batches)] for i in range(workload.num_micro_batches)]] * NUM_WARM_UP_STEPS
         for some in batches:
             runner.step(some)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for some in (batches * num_steps)[:num_steps]:
-                runner.step(some)
-            torch.cuda.synchronize()
-        return kernels_of(events_of(profiled.events() or ()), num_steps)
+        recorder = Recorder()
+        recorder.start()
+        for some in (batches * num_steps)[:num_steps]:
+            runner.step(some)
+        return {kernel.name: kernel for kernel in recorder.stop(num_steps).kernels}
 
 
 def table(found: Mapping[str, Mapping[str, Kernel]], num_rows: int) -> Table:

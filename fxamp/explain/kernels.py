@@ -8,7 +8,6 @@ FlashAttention, and Inductor (`triton_poi_fused_add_0`); where a name says nothi
 
 from __future__ import annotations
 
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-if TYPE_CHECKING:  # the profiler and the printer are imported where they are used: `import fxamp` stays light
+from fxamp.explain import printed
+
+if TYPE_CHECKING:  # the profiler is imported where it is used: `import fxamp` stays light
     from torch.autograd.profiler_util import FunctionEvent
 
 MAX_ROWS: Final = 30
@@ -234,14 +235,11 @@ class Profile:
         return kernel.ms / self.ms if self.ms else 0.0
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
         what = "kernels" if self.device == "cuda" else "operations"
-        table = Table(title=f"{what} of a step on {self.device}, means of {self.num_steps} steps", title_justify="left")
-        for name in ("operation", "kernel", "kind", "format", "matrix units", "launches", "ms", "share"):
-            side = "right" if name in ("launches", "ms", "share") else "left"
-            table.add_column(name, justify=side, overflow="fold", max_width=56 if name == "kernel" else 28)
+        columns = ("operation", "kernel", "kind", "format", "matrix units", "launches", "ms", "share")
+        title = f"{what} of a step on {self.device}, means of {self.num_steps} steps"
+        table = printed.table(title, columns, numbers=columns[-3:], max_width=56)
+        table.columns[0].max_width = 28
         words = {True: "yes", False: "no", None: ""}
         for k in self.kernels[:MAX_ROWS]:
             numbers = (f"{k.count:g}", f"{k.ms:.3f}", f"{self.share(k):.1%}")
@@ -250,13 +248,8 @@ class Profile:
         if rest:
             ms = sum(k.ms for k in rest)
             table.caption = f"and {len(rest)} more, {ms:.3f} ms together: profile.kernels has them all"
-        console = Console(file=io.StringIO(), width=WIDTH_CHARACTERS, no_color=True, highlight=False)
-        console.print(table)
         units = f", {self.ms_on_matrix_units / self.ms:.1%} of it on matrix units" if self.device == "cuda" and self.ms else ""
-        console.print(f"{self.ms:.3f} ms a step in {what}{units}")
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        return printed.text([table, f"{self.ms:.3f} ms a step in {what}{units}"], WIDTH_CHARACTERS)
 
 
 class Recorder:

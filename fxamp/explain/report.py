@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fxamp import _patches
 from fxamp.coverage import Replay
+from fxamp.explain import printed
 from fxamp.explain.fast_paths import FastPath
 from fxamp.explain.leaks import Leak
 from fxamp.explain.record import GraphRecord, VariantRecord
@@ -17,11 +17,10 @@ from fxamp.explain.rules import RuleUse
 from fxamp.optable import OpClass
 
 if TYPE_CHECKING:  # imported where a report is printed: `import fxamp` stays light
-    from rich.console import Console
+    from rich.console import RenderableType
     from rich.table import Table
 
 WIDTH_CHARACTERS: Final = 110
-"""Reports are printed into logs as often as on terminals; a fixed width keeps them comparable."""
 
 MAX_LEAKS: Final = 12
 """Places that a printed report shows. A model has hundreds of additions to its residual stream."""
@@ -98,12 +97,12 @@ class Report:
         return tuple(path for v in self.variants for path in v.fast_paths)
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return printed.text(self._parts(), WIDTH_CHARACTERS)
 
-        console = Console(file=io.StringIO(), width=WIDTH_CHARACTERS, no_color=True, highlight=False)
-        console.print(f"fxamp: {self.options}")
+    def _parts(self) -> Iterator[RenderableType]:
+        yield f"fxamp: {self.options}"
         if not self.graphs:
-            console.print(
+            yield (
                 "No graph was compiled yet. If the model has been called: Dynamo found nothing to capture in it "
                 "(a bare functional layer compiled by itself, a graph break before the first operation, or layers and "
                 "containers of torch.nn behind one, as in DistributedDataParallel(nn.Sequential(...)): wrap a class of your "
@@ -111,37 +110,29 @@ class Report:
                 "transform was applied around it, which PyTorch runs eagerly: compile the transform instead."
             )
         else:
-            console.print(_graph_table(self.graphs))
-            console.print(_operation_table(self.variants))
+            yield _graph_table(self.graphs)
+            yield _operation_table(self.variants)
             paths = self.fast_paths
             if paths:
-                console.print(_fast_path_table(paths, self.variants))
+                yield _fast_path_table(paths, self.variants)
             if self.leaks:
-                console.print(_leak_table(self.leaks))
+                yield _leak_table(self.leaks)
             if self.rules:
-                console.print(_rule_table(self.rules))
+                yield _rule_table(self.rules)
             if self.scaling:
-                console.print(_pairs_table("loss scaling", self.scaling))
+                yield _pairs_table("loss scaling", self.scaling)
             if self.weights:
-                console.print(_pairs_table("weights", self.weights))
+                yield _pairs_table("weights", self.weights)
             if self.scheduling:
-                console.print(_scheduling_table(self.scheduling))
-            _print_notes(console, self.graphs)
-        for step in self.steps:
-            console.print(f"- train step: {step}")
-        for note in self.notes:
-            console.print(f"- {note}")
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+                yield _scheduling_table(self.scheduling)
+            yield from _notes(self.graphs)
+        yield from (f"- train step: {step}" for step in self.steps)
+        yield from (f"- {note}" for note in self.notes)
 
 
 def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="graphs", title_justify="left")
-    for name in ("graph", "mode", "runs in", "operations", "low", "casts", "CUDA graph", "first line"):
-        table.add_column(name, justify="right" if name in ("operations", "low", "casts") else "left")
+    columns = ("graph", "mode", "runs in", "operations", "low", "casts", "CUDA graph", "first line")
+    table = printed.table("graphs", columns, numbers=("operations", "low", "casts"))
     for g in graphs:
         for v in g.variants.values():
             decisions = v.plan.everywhere
@@ -169,16 +160,12 @@ def _coverage(variant: VariantRecord) -> str:
 
 
 def _operation_table(variants: Sequence[VariantRecord]) -> Table:
-    from rich.table import Table
-
     counts: Counter[tuple[str, str, str, str]] = Counter()
     for v in variants:
         for d in v.plan.everywhere:
             if d.computes != "-":
                 counts[(d.op or "?", d.computes, d.cls.value, d.why)] += 1
-    table = Table(title="operations", title_justify="left")
-    for name in ("operation", "computes in", "count", "class", "why"):
-        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    table = printed.table("operations", ("operation", "computes in", "count", "class", "why"), numbers=("count",))
     order = {cls.value: i for i, cls in enumerate(OpClass)}
     for (op, computes, cls, why), count in sorted(counts.items(), key=lambda item: (order[item[0][2]], item[0])):
         table.add_row(op, computes, str(count), cls, why)
@@ -186,13 +173,9 @@ def _operation_table(variants: Sequence[VariantRecord]) -> Table:
 
 
 def _leak_table(leaks: Sequence[Leak]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        title="promotion leaks: a low value meets a wider one, and the result is wide", title_justify="left", show_lines=True
-    )
-    for name in ("where", "operation", "low", "wide", "widens", "what to change"):
-        table.add_column(name, justify="right" if name == "widens" else "left", overflow="fold")
+    title = "promotion leaks: a low value meets a wider one, and the result is wide"
+    columns = ("where", "operation", "low", "wide", "widens", "what to change")
+    table = printed.table(title, columns, numbers=("widens",), has_lines=True)
     rows = {(leak.where, leak.op, leak.origin): leak for leak in reversed(leaks)}  # the first of each line speaks for all
     counts = Counter((leak.where, leak.op, leak.origin) for leak in leaks)
     for key, leak in list(reversed(rows.items()))[:MAX_LEAKS]:
@@ -204,13 +187,10 @@ def _leak_table(leaks: Sequence[Leak]) -> Table:
 
 
 def _fast_path_table(paths: Sequence[FastPath], variants: Sequence[VariantRecord]) -> Table:
-    from rich.table import Table
-
     elsewhere = sorted({v.captured.device.type for v in variants} - {"cuda"})
     where = f", as they would be on CUDA (this ran on {', '.join(elsewhere)})" if elsewhere else ""
-    table = Table(title=f"fast paths{where}", title_justify="left", show_lines=True)
-    for name in ("operation", "in", "count", "fast path", "where", "what to change"):
-        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    columns = ("operation", "in", "count", "fast path", "where", "what to change")
+    table = printed.table(f"fast paths{where}", columns, numbers=("count",), has_lines=True)
     groups: dict[tuple[object, ...], list[FastPath]] = {}
     for path in sorted(paths, key=lambda p: p.is_taken):
         groups.setdefault((path.kind, path.op, path.computes, path.is_taken, path.why, path.advice), []).append(path)
@@ -226,31 +206,24 @@ def _fast_path_table(paths: Sequence[FastPath], variants: Sequence[VariantRecord
 
 
 def _rule_table(rules: Sequence[RuleUse]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="rules, the last that matches wins", title_justify="left")
-    for name in ("rule", "matched", "decided", "followed", "note"):
-        table.add_column(name, justify="left" if name in ("rule", "note") else "right", overflow="fold")
+    columns = ("rule", "matched", "decided", "followed", "note")
+    table = printed.table("rules, the last that matches wins", columns, numbers=columns[1:-1])
     for use in rules:
         table.add_row(str(use.rule), str(use.num_matched), str(use.num_decided), str(use.num_followed), use.note)
     return table
 
 
 def _pairs_table(title: str, pairs: Sequence[tuple[str, str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = printed.table(title, ("what", "value"))
+    table.show_header = False
     for what, value in pairs:
         table.add_row(what, value)
     return table
 
 
 def _scheduling_table(changes: Sequence[tuple[str, str, str]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title="precision of the steps, as the scheduler changed it", title_justify="left")
-    for name in ("from step", "precision", "why"):
-        table.add_column(name, justify="right" if name == "from step" else "left", overflow="fold")
+    title = "precision of the steps, as the scheduler changed it"
+    table = printed.table(title, ("from step", "precision", "why"), numbers=("from step",))
     for change in changes[-MAX_CHANGES:]:
         table.add_row(*change)
     if len(changes) > MAX_CHANGES:
@@ -262,18 +235,18 @@ _SPEEDING: Final = ("ReplaceMasks", "LowAttention", "GroupQueries", "ChooseAtten
 """Passes that clear the way to a fast kernel: what they leave alone stays slow."""
 
 
-def _print_notes(console: Console, graphs: Sequence[GraphRecord]) -> None:
+def _notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
     for g in graphs:
         for v in g.variants.values():
             for note in v.notes:
-                console.print(f"- graph {g.index} ({v.precision}): {note}")
+                yield f"- graph {g.index} ({v.precision}): {note}"
             for replay in () if v.coverage.off else v.cuda_graphs:
                 if not replay.is_whole:
-                    console.print(f"- graph {g.index} ({v.precision}): {replay}")
+                    yield f"- graph {g.index} ({v.precision}): {replay}"
             for change in v.changes:
                 for kept in change.kept if change.pass_name in _SPEEDING else ():
                     left = f"{kept.node} ({kept.where})" if kept.where else kept.node
-                    console.print(f"- graph {g.index} ({v.precision}): {change.pass_name} left {left}: {kept.reason}")
+                    yield f"- graph {g.index} ({v.precision}): {change.pass_name} left {left}: {kept.reason}"
             for change in v.joint_changes:
                 if change.pass_name == "SaveReadsOfMutated" and change.num_marked:
-                    console.print(f"- graph {g.index} ({v.precision}): repaired: {_patches.MUTATED_READS.symptom}")
+                    yield f"- graph {g.index} ({v.precision}): repaired: {_patches.MUTATED_READS.symptom}"

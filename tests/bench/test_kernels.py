@@ -24,3 +24,11 @@ def test_a_real_profile(capsys):
     text = capsys.readouterr().out
     assert "fp32-eager" in text
     assert "all " in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU have other names")
+def test_operations_of_a_cpu(capsys):
+    kernels.main(["mlp-small", "fp32-eager", "--steps", "2"])
+    text = capsys.readouterr().out
+    assert "aten::addmm" in text
+    assert "(3)" in text  # layers
