@@ -129,6 +129,12 @@ class Attachment:
         for scaler in self._live():
             scaler.stepped(optimizer, overflowed)
 
+    def settled(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
+        """See `Scaler.settled`."""
+        ids, device = skipping.ids(optimizer), skipping.parameters(optimizer)[0].device
+        tensors = [t for scaler in self._live() for t in scaler.settled_for(ids, device)]
+        return (*tensors, *(() if self.num_skipped is None else (self.num_skipped,)))
+
     def forgive(self, num_steps: int) -> None:
         """See `Scaler.forgive`."""
         if self.num_skipped is not None:

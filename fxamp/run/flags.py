@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxamp.ops import SMALLEST_NORMAL
+from fxamp.run import recorder
 from fxamp.run.health import Slot
 
 if TYPE_CHECKING:
@@ -170,10 +171,10 @@ class Flags:
         """Has any of these parameters, by id, gone into a graph?"""
         return any(owner in parameters for owner in self._owners if owner is not None)
 
-    def addresses(self) -> tuple[int, ...]:
-        """Where it is in memory: all that a CUDA graph holds fast of it."""
-        own = self._store, self._record, self._regions, self._overflowed_regions
-        return *(tensor.data_ptr() for tensor in own), *self.watch.addresses()
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """All that backwards write to. They are others once they have grown."""
+        return self._store, self._record, self._regions, self._overflowed_regions, *self.watch.stores
 
     # ---- asking and clearing --------------------------------------------------------------------------------------------
     def largest(self) -> Tensor:
@@ -226,22 +227,20 @@ class Flags:
             for name, n, m, share in zip(self._names, overflows, lost, shares, strict=True)
         ]
 
-    def settle(self, owners: Iterable[int]) -> None:
-        """Before a step of these parameters, by id, is recorded, and before each time that it is replayed: what it reads is
-        there, and says who owns each slot now. None of that can be recorded: it comes from the host."""
-        self._mask(owners)
-        self._mask((None,))
+    def settled(self, owners: Iterable[int]) -> tuple[Tensor, ...]:
+        """What a step of these parameters, by id, reads and writes. It says who owns each slot now: that comes from the host,
+        and cannot be recorded, so this is called before a step is recorded, and before each time that it is replayed."""
+        return *self.stores, self._mask(owners), self._mask((None,))
 
     def _mask(self, owners: Iterable[int | None]) -> Tensor:
         wanted = frozenset(owners)
-        is_recorded = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self._is_stale and not is_recorded:
+        if self._is_stale and not recorder.is_recording():
             self._is_stale = False  # first: the garbage collector may release slots at any time
             for others, mask in self._masks.items():
                 mask.copy_(self._belong(others), non_blocking=True)
         found = self._masks.get(wanted)
         if found is None:
-            if is_recorded:
+            if recorder.is_recording():
                 raise RuntimeError("a step is recorded whose flags are not settled")
             found = self._masks[wanted] = self._belong(wanted).to(self.device, non_blocking=True)
         return found

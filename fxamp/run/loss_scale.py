@@ -104,6 +104,14 @@ class LossScale:
         self.at_floor: Final = torch.zeros((), device=device)
         """fp32 [], 1 if gradients overflowed in the last update, and the scale could not fall further."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it. Each stays where it is."""
+        return (
+            self.scale, self._tracker, self._patience, self.num_skipped, self.num_calibrating, self._is_calibrating,
+            self._history, self.num_updates, self._columns, self._untold, self.at_floor,
+        )  # fmt: skip
+
     def wait_for_attached(self) -> None:
         """Nobody would lower the scale: one that needs no lowering, see `scaling.UNATTACHED`."""
         if isinstance(self.config, DynamicScale):

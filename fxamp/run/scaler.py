@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxamp import errors, ops
-from fxamp.run import ranks, skipping, stepping
+from fxamp.run import ranks, recorder, skipping, stepping
 from fxamp.run.attachment import Attachment
 from fxamp.run.flags import Flags, ProbedGraph
 from fxamp.run.health import AT_FLOOR, Finding, Slot, findings
@@ -203,15 +203,18 @@ class Scaler:
         skipped = self._attached[optimizer].num_skipped
         return 0 if skipped is None else int(skipped)
 
-    def settle(self, optimizer: Optimizer) -> None:
-        """Before a step is recorded, and before each replay: see `Flags.settle`."""
-        ids = skipping.ids(optimizer)
-        for flags in self._flags.values():
-            flags.settle(ids)
+    def settled(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
+        """What a step of an attached optimizer reads and writes of this Amp and others that it is attached to, made ready:
+        nothing of it can be made while the step is recorded. A step that is recorded has to be recorded anew where one of them
+        is another."""
+        return self._attached[optimizer].settled(optimizer) if optimizer in self._attached else ()
 
-    def addresses(self) -> tuple[int, ...]:
-        """Of the stores that backwards write to: they move when they grow."""
-        return tuple(address for flags in self._flags.values() for address in flags.addresses())
+    def settled_for(self, ids: set[int], device: torch.device) -> tuple[Tensor, ...]:
+        """See `settled`; parameters by id, and where they are."""
+        tensors = [*self.state_on(device).tensors, *self._replicas.values()]
+        for flags in self._flags.values():
+            tensors += flags.settled(ids)
+        return tuple(tensors)
 
     def forget_round(self) -> None:
         """Forgets a step that broke off."""
@@ -343,7 +346,7 @@ class Scaler:
         self._refresh_replicas()
         self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
-        if not _is_recorded():
+        if not recorder.is_recording():
             self.ask_for_floor()
 
     def ask_for_floor(self) -> None:
@@ -471,11 +474,6 @@ class Scaler:
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()
-
-
-def _is_recorded() -> bool:
-    """Does what is launched now go into a CUDA graph, instead of running?"""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _rank() -> int | None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -25,6 +25,8 @@ from fxamp import errors
 from fxamp.run import capturable, reach, reduction, skipping, stepping, update, warming, writes
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
+from fxamp.run.recorder import Graph, Recorder
+from fxamp.run.surroundings import Surroundings, World
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -142,17 +144,26 @@ _CONSTANTS: Final = (bool, int, float, complex, str, bytes, type(None), torch.dt
 
 @dataclass(kw_only=True)
 class _Recording:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     loss: Tensor
     """In the memory of the graph: the next replay overwrites it."""
     room: Tensor | None
     """What kernels of the update read."""
+    held: tuple[object, ...]
+    """What it reads beside that and has no other owner for sure: programs, whose constants it reads; stores and masks of
+    flags, which grow and are made anew; tensors that somebody may replace."""
+    switches: Any
+    """Those of PyTorch that programs are compiled for: autocast, deterministic algorithms, and so on; with `.check()`."""
     leaves: tuple[Leaf, ...]
     """Low copies of weights that it reads."""
     lows: tuple[Tensor, ...]
     """Their memory."""
     followed: tuple[Leaf, ...]
     """Those that its update writes; () where it writes all of them anew at its beginning."""
+
+
+class _CannotRecord(RuntimeError):
+    """A recording would not be the step for long."""
 
 
 class _CannotFollow(Exception):
@@ -212,16 +223,15 @@ class TrainStep:
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
         self._refuse_frozen = refuse_frozen
-        self._modules = task.modules()
         self._device = self._parameters[0].device
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
-        self._loss = torch.compile(task.objective(), backend=functools.partial(backend, self._leaves))
+        self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
+        """Of graphs, with what they were called with; None: nobody asks."""
+        self._loss = torch.compile(task.objective(), backend=self._noting(functools.partial(backend, self._leaves)))
         self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
-        self._num_loads = 0
-        this: weakref.ref[TrainStep] = weakref.ref(self)
-        task.optimizer.register_load_state_dict_post_hook(lambda _: _note_load(this))
         self._on_cuda = self._device.type == "cuda"
         self._why_plain = "cuda_graphs=False" if wish is False else ""
         if is_one_of_many:
@@ -229,11 +239,9 @@ class TrainStep:
         if not self._on_cuda:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
         self._shapes: dict[Hashable, _Shape] = {}
-        self._world: Hashable = None
+        self._world: World | None = None
         self._num_worlds = 0
-        self._stream = self._pool = None
-        if not self._why_plain:
-            self._stream, self._pool = _stream_of(self._device), torch.cuda.graph_pool_handle()
+        self._recorder = None if self._why_plain else Recorder(self._device)
         if self._on_cuda and not update.why_not(task.optimizer):
             self._update = FusedUpdate(task.optimizer)
             writes.watch_lists()
@@ -283,7 +291,7 @@ class TrainStep:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
         self._shapes.clear()
-        self._pool = None
+        self._recorder = None
 
     def __enter__(self) -> TrainStep:
         return self
@@ -314,13 +322,13 @@ class TrainStep:
             if self._why_plain or place not in shape.recordings or key not in self._shapes:
                 return self._plain(batch, self._why_plain or "warming up")
         recording = shape.recordings[place]
+        if not recording.switches.check():
+            return self._plain(batch, "autocast, or another switch of PyTorch, stands otherwise than when it was recorded")
         if shape.inputs:
             torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
         self._rates.refresh()
         if recording.followed:
             self._leaves.bring_up_to_date(recording.leaves)
-        if self._scaler is not None:
-            self._scaler.settle(self._task.optimizer)
         recording.graph.replay()
         self._leaves.forget(but=recording.followed)
         stepping.tell(self._task.optimizer, by=self._leaves)
@@ -333,19 +341,15 @@ class TrainStep:
     def _plain(self, batch: Batch, why: str) -> Tensor:
         """The step as it is; where it is to be recorded later, on the stream of that."""
         self._num_plain[why] += 1
+        self._surroundings.modules = self._task.modules()  # some may be others'
         tensors = [x.to(self._device, non_blocking=True) for x in batch.tensors]
         if self._on_cuda:
             self._rates.refresh()
-        if self._stream is None:
+        if self._recorder is None:
             return self._launch(batch, tensors)
-        now = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(now)
-        with torch.cuda.stream(self._stream):
+        with self._recorder.aside(*tensors):
             loss = self._launch(batch, tensors)
-        now.wait_stream(self._stream)
-        for x in (loss, *tensors):
-            x.record_stream(self._stream if x is not loss else now)
-        return loss
+        return self._recorder.hand_out(loss)
 
     def _launch(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool = False) -> Tensor:
         """The plain loop. Nothing of it waits, once the optimizer has its state.
@@ -358,7 +362,7 @@ class TrainStep:
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
         for i, (args, kwargs) in enumerate(batch.parts(tensors, task.accumulate), 1):
-            with reduction.put_off(self._modules if i < task.accumulate else ()):
+            with reduction.put_off(self._surroundings.modules if i < task.accumulate else ()):
                 loss = self._loss(*args, **kwargs)
                 _check_loss(loss)
                 self._look_outside(loss)
@@ -429,7 +433,7 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)
         self._leaves.drop_gradients()
-        for module in self._modules:
+        for module in self._surroundings.modules:
             for p in module._parameters.values():
                 if p is not None:
                     p.grad = None
@@ -458,28 +462,42 @@ class TrainStep:
 
     # ---- recording ------------------------------------------------------------------------------------------------------
     def _look_around(self) -> None:
-        """Forgets what was recorded with tensors that are elsewhere now, or with other hyperparameters."""
-        held = (t for m in self._modules for d in (m._parameters, m._buffers) for t in d.values() if t is not None)
-        world = (
-            tuple(map(writes.layout, held)),
-            capturable.hyperparameters(self._task.optimizer),
-            () if self._scaler is None else self._scaler.addresses(),
-            self._num_loads,
-        )
-        if world == self._world:
+        """Forgets what was recorded with tensors that are elsewhere now, or with other numbers."""
+        world, before = self._surroundings.look(), self._world
+        if world == before:
             return
+        self._surroundings.refresh()
+        self._world = self._surroundings.look()
         if any(shape.recordings for shape in self._shapes.values()):
+            assert before is not None
             self._num_worlds += 1
             self._shapes.clear()
             if self._num_worlds == MAX_WORLDS:
-                self._give_up(
-                    f"parameters, buffers or hyperparameters other than the learning rate were replaced {MAX_WORLDS} times"
-                )
-        self._world = world
+                what = world.changed_since(before)
+                self._give_up(f"it was to be recorded anew {MAX_WORLDS} times, at last for other {what}")
+
+    def _settled(self) -> tuple[Tensor, ...]:
+        """What loss scaling reads and writes."""
+        return () if self._scaler is None else self._scaler.settled(self._task.optimizer)
+
+    def _noting(self, backend: Callable[..., Any]) -> Callable[..., Any]:
+        """A backend whose programs can be asked what they are called with."""
+
+        def compile_noting(gm: Any, examples: Any) -> Callable[..., Any]:
+            program = backend(gm, examples)
+
+            def call(*args: Any) -> Any:
+                if self._calls is not None:
+                    self._calls.append((program, args))
+                return program(*args)
+
+            return call
+
+        return compile_noting
 
     def _place(self) -> Hashable:
         """What may change without anything being recorded anew for good: a recording for each."""
-        switches = tuple(m.training for m in self._modules)
+        switches = tuple(m.training for m in self._surroundings.watched)
         trained = tuple(p.requires_grad for p in self._parameters)
         return tuple(self._precisions.current().items()), switches, trained
 
@@ -488,23 +506,24 @@ class TrainStep:
         torch._foreach_copy_(shape.inputs, list(batch.tensors)) if shape.inputs else None
         try:
             with self._precisions.kept(), self._keeping_buffers():
-                missing = list[Mapping[str, str]]()
+                missing, read = list[Mapping[str, str]](), dict[int, Tensor]()  # by id
                 for chosen in self._precisions.combinations():
                     self._precisions.force(chosen)
                     if self._place() not in shape.recordings:
-                        self._warm(batch, shape)
+                        read |= {id(x): x for x in self._warm(batch, shape)}
                         missing.append(chosen)
+                strangers = self._strangers(read.values())
                 for chosen in missing:  # not before all have run: the first call of a graph makes room for its flags
                     self._precisions.force(chosen)
-                    recording = self._record(batch, shape)
+                    recording = self._record(batch, shape, strangers)
                     if recording is None:
                         return
                     shape.recordings[self._place()] = recording
-        except (RuntimeError, torch.cuda.OutOfMemoryError) as error:
+        except BaseException as error:
             self._forget_half_a_step()
             from torch._dynamo.exc import TorchDynamoException
 
-            if isinstance(error, TorchDynamoException):
+            if not isinstance(error, RuntimeError) or isinstance(error, TorchDynamoException):
                 raise  # what cannot be compiled does not run as it is either
             if self._must_record:
                 raise errors.CudaGraphsUnavailable(
@@ -513,44 +532,78 @@ class TrainStep:
                 ) from error
             self._give_up(f"it cannot be recorded: {str(error).strip().splitlines()[0]}")
 
-    def _warm(self, batch: Batch, shape: _Shape) -> None:
-        """Runs forward and backward of the precisions that are forced, and leaves no trace: kernels are loaded and tuned."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+    def _warm(self, batch: Batch, shape: _Shape) -> list[Tensor]:
+        """Runs forward and backward of the precisions that are forced, and leaves no trace: kernels are loaded and tuned.
+        Returns what graphs read beside the batch and what the step itself computes."""
+        assert self._recorder is not None
+        seen = list[dict[int, Tensor]]()
+        with self._recorder.aside():
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
-                warming.step(self._loss, args, kwargs)
+                with self._listening() as calls:
+                    warming.step(self._loss, args, kwargs)
+                seen.append({id(x): x for _, given in calls for x in given if isinstance(x, Tensor)})
             if self._update is not None:
                 self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        own = {id(x) for x in shape.inputs}
+        # What one graph computes for another is a new tensor in each run.
+        return [x for key, x in seen[-1].items() if key in seen[0] and key not in own]
 
-    def _record(self, batch: Batch, shape: _Shape) -> _Recording | None:
+    def _strangers(self, read: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """What is neither a parameter nor a buffer of all that is read; from now on, where it stands is looked at.
+
+        Raises: _CannotRecord for what a replay would read as it is now, whatever becomes of it."""
+        known, read = set(map(id, self._surroundings.owns())), list(read)
+        elsewhere = next((t for t in read if t.device != self._device), None)
+        if elsewhere is not None:
+            raise _CannotRecord(
+                f"it reads a tensor of shape {list(elsewhere.shape)} on {elsewhere.device}: move it to the model's device"
+            )
+        strangers = tuple(t for t in read if id(t) not in known)
+        missing = self._surroundings.watch(strangers)
+        if missing:
+            raise _CannotRecord(
+                f"it reads a tensor of shape {list(missing[0].shape)} that is neither a parameter nor a buffer, and nobody "
+                "would see another in its place: register it as a buffer, or give it with the batch"
+            )
+        if strangers and self._world is not None:
+            self._world = self._world._replace(tensors=self._surroundings.look().tensors)
+        return strangers
+
+    @contextlib.contextmanager
+    def _listening(self) -> Generator[list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
+        """Hands out the calls of graphs inside."""
+        self._calls = []
+        try:
+            yield self._calls
+        finally:
+            self._calls = None
+
+    def _record(self, batch: Batch, shape: _Shape, read: Sequence[Tensor]) -> _Recording | None:
         """None: the optimizer has made state, which each replay would make anew. A step that is not recorded has to."""
         if self._update is not None and self._leaves.can_be_followed():
             try:
-                return self._record_one(batch, shape, follows=True)
+                return self._record_one(batch, shape, read, follows=True)
             except _CannotFollow:
                 self._forget_half_a_step()
-        return self._record_one(batch, shape, follows=False)
+        return self._record_one(batch, shape, read, follows=False)
 
-    def _record_one(self, batch: Batch, shape: _Shape, *, follows: bool) -> _Recording | None:
-        graph, known = torch.cuda.CUDAGraph(), capturable.state_of(self._task.optimizer)
+    def _record_one(self, batch: Batch, shape: _Shape, read: Sequence[Tensor], *, follows: bool) -> _Recording | None:
+        assert self._recorder is not None
+        known = capturable.state_of(self._task.optimizer)
         if follows:
             self._leaves.bring_up_to_date(self._leaves)
-        if self._scaler is not None:
-            self._scaler.settle(self._task.optimizer)
+        settled = self._settled()
         room = self._room = None if self._update is None else self._update.reserve()
-        # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         try:
-            with _own_workspaces(), capture:
+            with self._listening() as calls, self._recorder.recording() as graph:
                 loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None
+            has_new_state = capturable.forget_new(self._task.optimizer, known)  # it lies where a recording put it
         if self._update is not None:
             self._update.fill()
-        if capturable.forget_new(self._task.optimizer, known):
+        if has_new_state:
             return None
         self._num_recordings += 1
         leaves = self._leaves.read
@@ -558,6 +611,8 @@ class TrainStep:
             graph=graph,
             loss=loss,
             room=room,
+            held=(*settled, *read, *(program for program, _ in calls)),
+            switches=GlobalStateGuard(),
             leaves=leaves,
             lows=tuple(leaf.low for leaf in leaves),
             followed=leaves if follows else (),
@@ -573,8 +628,8 @@ class TrainStep:
             yield
 
     def _forget_half_a_step(self) -> None:
-        random = torch.cuda.default_generators[self._device.index or 0]
-        random.graphsafe_set_state(random.clone_state())  # the old one still counts what was to be recorded
+        assert self._recorder is not None
+        self._recorder.forget_random()
         self._drop_gradients()
         if self._scaler is not None:
             self._scaler.forget_round()
@@ -583,30 +638,6 @@ class TrainStep:
         self._shapes.clear()
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
-
-
-@contextlib.contextmanager
-def _own_workspaces() -> Generator[None]:
-    """Inside, the matrix library makes its workspaces anew, in the memory of the graph that is recorded. It would take those
-    that it has for the stream, which whoever else records (Inductor) frees: replays would write into memory of others."""
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-def _note_load(step: weakref.ref[TrainStep]) -> None:
-    """The state of an optimizer lies elsewhere now."""
-    known = step()
-    if known is not None:
-        known._num_loads += 1
-
-
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream that everything is recorded on: each stream more keeps a workspace of the matrix library for good."""
-    return torch.cuda.Stream(device)
 
 
 def _static(x: Tensor, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from fxamp import ops
+from fxamp.run import recorder
 
 KINDS: Final = (optim.Adam, optim.AdamW, optim.SGD)
 ALIGNMENT_BYTES: Final = 16
@@ -117,7 +118,7 @@ class FusedUpdate:
                 table = room[start : start + len(rows)]
                 start += len(rows)
                 self._pending.append((table, torch.tensor(rows, dtype=torch.int64)))
-                if not torch.cuda.is_current_stream_capturing():
+                if not recorder.is_recording():
                     self.fill()
                 self._run(group, table, (rate, factors[of[2]], overflowed), *of[:2])
 

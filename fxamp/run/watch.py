@@ -101,9 +101,10 @@ class Watch:
             self._regions = torch.cat([self._regions, self._regions.new_zeros(size)])
         self._regions[span] = torch.tensor(numbers).to(self._device)
 
-    def addresses(self) -> tuple[int, ...]:
-        """See `Flags.addresses`."""
-        return self._arrived.data_ptr(), self._record.data_ptr(), self._regions.data_ptr()
+    @property
+    def stores(self) -> tuple[Tensor, ...]:
+        """See `Flags.stores`."""
+        return self._arrived, self._record, self._regions
 
     def _scale_of_each(self, scale: Tensor) -> Tensor:
         return scale if scale.ndim == 0 else scale[self._regions]

@@ -14,7 +14,7 @@ too: `watch_lists` makes them take it away.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,16 @@ def address(tensor: Tensor) -> int:
 def layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """Where a tensor lies, and its strides."""
     return address(tensor), tensor.stride()
+
+
+def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """The `address` of each."""
+    return tuple(map(torch._C._data_address, tensors))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def layouts(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Of many: equal where the `layout` of each is."""
+    return addresses(tensors), tuple(map(Tensor.stride, tensors))
 
 
 def unmark(tensor: Tensor) -> None:

@@ -30,12 +30,12 @@ def test_what_a_recording_reads_stays_where_it_is_and_says_who_owns_a_slot_now()
     """A recording knows addresses: another graph of the same parameters moves nothing, and counts once its room is settled."""
     flags, (a, b) = Flags(CPU), (torch.zeros(1), torch.zeros(1))
     flags.probe(of_two(0), [a, b])
-    flags.settle([id(a)])
+    flags.settled([id(a)])
     mask = flags._mask([id(a)])
     where = mask.data_ptr()
     flags.probe(of_two(1), [b, a])
     assert mask.tolist() == [True] + [False] * (ROOM_AT_FIRST - 1)
-    flags.settle([id(a)])
+    flags.settled([id(a)])
     assert [i for i, x in enumerate(mask.tolist()) if x] == [0, 4]
     arrive(flags, of_two(1), [b, a], [1.0, torch.inf, 0.0])
     assert bool(flags.overflow_of([id(a)]))
@@ -47,10 +47,10 @@ def test_slots_of_probes_that_are_gone_belong_to_nobody():
     flags, kept = Flags(CPU), torch.zeros(1)
     gone = torch.zeros(1)
     flags.probe(of_two(0), [kept, gone])
-    flags.settle([id(kept)])
+    flags.settled([id(kept)])
     mask, owner = flags._mask([id(kept)]), id(kept)
     del gone
-    flags.settle([owner])
+    flags.settled([owner])
     assert not bool(mask.any())
     assert flags._mask([owner]) is mask
 
@@ -58,10 +58,10 @@ def test_slots_of_probes_that_are_gone_belong_to_nobody():
 def test_a_store_that_grows_is_somewhere_else():
     """And says so: what is recorded is forgotten."""
     flags, parameters = Flags(CPU), [torch.zeros(1) for _ in range(ROOM_AT_FIRST)]
-    before = flags.addresses()
+    before = {t.data_ptr() for t in flags.stores}
     for i, p in enumerate(parameters):
         arrive(flags, of_two(i), [p, p], [torch.inf if i == 1000 else 1.0, 1.0, 0.0])
-    assert set(before).isdisjoint(flags.addresses()[:2])
+    assert before.isdisjoint(t.data_ptr() for t in flags.stores[:2])
     assert bool(flags.overflow_of([id(parameters[1000])]))
     assert not bool(flags.overflow_of([id(parameters[999])]))
 
