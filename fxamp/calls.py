@@ -145,21 +145,17 @@ class _Operands:
         if not is_plain or tensor.is_inference() or self.mode not in (None, tensor.fake_mode):
             raise _Unusual
         self.mode = tensor.fake_mode
+        sizes: tuple[Any, ...] = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         return (
             tensor.dtype,
-            _sizes(tensor.shape),
-            _sizes(tensor.stride()),
-            _size(tensor.storage_offset()),
+            tensor.dim(),
+            tuple(map(_size, sizes)) if graph.has_symbols(tensor) else sizes,
             tensor.device,
             tensor.requires_grad,
             tensor.is_conj(),
             tensor.is_neg(),
-            isinstance(tensor, torch.nn.Parameter),
+            getattr(tensor, "_is_param", False),  # as `isinstance(tensor, torch.nn.Parameter)` asks, at a tenth of its cost
         )
-
-
-def _sizes(sizes: Sequence[Any]) -> Hashable:
-    return tuple(_size(size) for size in sizes)
 
 
 def _size(size: Any) -> Hashable:
@@ -231,7 +227,7 @@ def _is_plain(tensor: FakeTensor) -> bool:
 
 def _has_unbacked(tensor: torch.Tensor) -> bool:
     """Has it a size that only running the operation can tell? Each call makes a new one."""
-    if all(type(size) is int for size in tensor.shape):
+    if not graph.has_symbols(tensor):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy
 

@@ -232,11 +232,13 @@ def name_of(node: fx.Node) -> str | None:
 
     >>> `x.softmax_(-1)`, `torch.softmax`, `F.softmax`, `torch.special.softmax`, `aten.softmax.int`  ->  "softmax"
     """
-    target = node.target
-    if node.op == "call_method":
-        return canonical(str(target))
-    if node.op != "call_function":
-        return None
+    if node.op == "call_function":
+        return _name_of_function(node.target)
+    return canonical(str(node.target)) if node.op == "call_method" else None
+
+
+@functools.lru_cache(maxsize=1024)  # every stage asks about every node, and a model calls few functions
+def _name_of_function(target: Any) -> str | None:
     if isinstance(target, OpOverload):
         namespace, _, name = target._schema.name.partition("::")
         return canonical(name) if namespace == "aten" else f"{namespace}::{name}"

@@ -91,6 +91,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def has_symbols(tensor: torch.Tensor) -> bool:
+    """Has a tensor sizes or strides that another input of the graph could change?"""
+    return tensor._has_symbolic_sizes_strides
+
+
 _UNKNOWN_NUMEL: Final = 4096  # what AOTAutograd's partitioner assumes of a size that depends on data
 
 
@@ -180,10 +185,12 @@ def all_of(gm: fx.GraphModule) -> list[fx.GraphModule]:
 
 def own_cast(node: fx.Node) -> Cast | None:
     """The Cast behind a node that fxamp inserted, or that autograd derived from one; None for all other nodes."""
-    if not is_own_cast(node):
-        return None
-    source, result = value_of(node.all_input_nodes[0]), value_of(node)
-    mark = node.meta["custom"][MARK]
+    return _described(node) if is_own_cast(node) else None
+
+
+def _described(cast: fx.Node) -> Cast:
+    source, result = value_of(cast.all_input_nodes[0]), value_of(cast)
+    mark = cast.meta["custom"][MARK]
     return Cast(formats.name(source.dtype), formats.name(result.dtype), mark["why"], mark["where"])
 
 
@@ -194,15 +201,16 @@ def is_own_cast(node: fx.Node) -> bool:
 
 def nodes_of_own_casts(gm: fx.GraphModule) -> list[fx.Node]:
     """The casts of fxamp in a graph, not in those nested in it, in order. Costs no walk over all other nodes."""
-    targets = (DYNAMO_CAST, JOINT_CAST)
-    casts = (x for target in targets for x in gm.graph.find_nodes(op="call_function", target=target, sort=False))
-    return sorted(x for x in casts if MARK in (x.meta.get("custom") or ()))
+    found: list[fx.Node] = []
+    for target in (DYNAMO_CAST, JOINT_CAST):
+        casts = gm.graph.find_nodes(op="call_function", target=target, sort=False)
+        found += [x for x in casts if MARK in (x.meta.get("custom") or ())]
+    return sorted(found)
 
 
 def own_casts(gm: fx.GraphModule) -> tuple[Cast, ...]:
     """All casts of fxamp in a graph and the graphs nested in it, in order."""
-    nodes = [node for part in all_of(gm) for node in nodes_of_own_casts(part)]
-    return tuple(cast for node in nodes if (cast := own_cast(node)) is not None)
+    return tuple(_described(node) for part in all_of(gm) for node in nodes_of_own_casts(part))
 
 
 def is_users_narrowing(node: fx.Node) -> bool:
@@ -267,8 +275,10 @@ def difference(value: Any, traced: Any, *, format_of: torch.dtype | None = None)
 
 def _have_same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Symbolic sizes are compared by what they are in the example: a guard would ask for this example ever after."""
-    fakes = [t for t in (a, b) if isinstance(t, FakeTensor) and any(type(size) is not int for size in t.shape)]
-    with quietly(fakes[0].fake_mode) if fakes else contextlib.nullcontext():
+    fakes = [t for t in (a, b) if isinstance(t, FakeTensor) and has_symbols(t)]
+    if not fakes:
+        return a.shape == b.shape
+    with quietly(fakes[0].fake_mode):
         return tuple(a.shape) == tuple(b.shape)
 
 
@@ -366,7 +376,7 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     mapping: dict[fx.Node, fx.Node] = {}
     for old in gm.graph.nodes:
         args, kwargs = fx.map_arg((old.args, old.kwargs), mapping.__getitem__)
-        new = mapping[old] = _create(graph, old.op, old.target, args, kwargs, name=old.name, type_expr=old.type)
+        new = mapping[old] = _append(graph, old, args, kwargs)
         new.meta.update(old.meta)  # in place: to set an attribute of a node is to look the node up
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
@@ -379,23 +389,36 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _create(
-    graph: fx.Graph,
-    op: str,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    name: str,
-    type_expr: Any = None,
-) -> fx.Node:
-    """`graph.create_node`, which looks at every leaf of arguments that it is given, and at none of those set afterwards. They
-    are set past the node's own `__setattr__`, which takes it out of an index and puts it back."""
-    node = graph.create_node(op, target, name=name, type_expr=type_expr)
-    object.__setattr__(node, "args", args)
-    if kwargs:
-        object.__setattr__(node, "kwargs", dict(kwargs))
+def _append(graph: fx.Graph, like: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """What `graph.create_node` does for a node with the name of `like`, which is free and a good one: half of the time of that
+    call goes into finding out."""
+    node = fx.Node(graph, like.name, like.op, like.target, (), {}, like.type)
+    _set_operands(node, args, kwargs)
+    names = graph._graph_namespace
+    names._used_names.add(like.name)
+    names._obj_to_name[node] = like.name
+    base, _, number = like.name.rpartition("_")
+    if number.isdecimal():  # where the numbers of new names go on
+        names._base_count[base] = int(number)
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
     return node
+
+
+def _create(graph: fx.Graph, target: Any, args: tuple[Any, ...], *, name: str) -> fx.Node:
+    """`graph.create_node` of a call, which looks at every leaf of arguments that it is given, and at none of those set
+    afterwards."""
+    node = graph.create_node("call_function", target, name=name)
+    _set_operands(node, args, {})
+    return node
+
+
+def _set_operands(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Sets them past the node's own `__setattr__`, which takes it out of an index and puts it back."""
+    object.__setattr__(node, "args", args)
+    if kwargs or node._kwargs:
+        object.__setattr__(node, "kwargs", kwargs)
 
 
 def forget_inputs(gm: fx.GraphModule) -> fx.GraphModule:
@@ -419,15 +442,17 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
             f"cast of {value.name} ({held}) to {dtype}", where=where or None, way_out="Please report this as a bug"
         )
     joint = "val" in value.meta
+    to = formats.name(dtype)
     with before.graph.inserting_before(before):
         target = JOINT_CAST if joint else DYNAMO_CAST
-        name = f"{value.name.rstrip('_')}_{formats.name(dtype)}"
-        node = _create(before.graph, "call_function", target, (value, dtype), {}, name=name)
-    mark = Cast(formats.name(source.dtype), formats.name(dtype), why, where)
-    node.meta = {key: before.meta[key] for key in ("stack_trace", "nn_module_stack") if key in before.meta}
-    theirs = {key: value for key, value in (before.meta.get("custom") or {}).items() if key != ROUNDS}
-    node.meta["custom"] = {**theirs, MARK: dict(vars(mark))}
-    node.meta["val" if joint else "example_value"] = retyped(source, dtype)
+        node = _create(before.graph, target, (value, dtype), name=f"{value.name.rstrip('_')}_{to}")
+    meta, theirs = node.meta, before.meta
+    for key in ("stack_trace", "nn_module_stack"):
+        if key in theirs:
+            meta[key] = theirs[key]
+    custom = {key: value for key, value in (theirs.get("custom") or {}).items() if key != ROUNDS}
+    meta["custom"] = {**custom, MARK: dict(vars(Cast(formats.name(source.dtype), to, why, where)))}
+    meta["val" if joint else "example_value"] = retyped(source, dtype)
     return node
 
 
@@ -643,7 +668,7 @@ def after(node: fx.Node) -> fx.Node:
 def map_operands(node: fx.Node, change: Callable[[int, fx.Node], Any]) -> None:
     """Replaces the i-th operand (as `operands` counts) by `change(i, operand)`."""
     position = itertools.count()
-    node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: change(next(position), arg))
+    _set_operands(node, *fx.map_arg((node.args, node.kwargs), lambda arg: change(next(position), arg)))
 
 
 def replace(old: fx.Node, new: fx.Node, *, except_in: frozenset[fx.Node] = frozenset()) -> None:
@@ -698,7 +723,7 @@ def retarget(node: fx.Node, target: Callable[..., Any] | str) -> None:
 
 def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Gives a node other arguments."""
-    node.args, node.kwargs = args, kwargs
+    _set_operands(node, args, kwargs)
 
 
 def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -710,7 +735,7 @@ def retyped(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _cast_of(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if type(value) is not FakeTensor or value.layout != torch.strided:
+    if type(value) is not FakeTensor or value.layout is not torch.strided:
         with getattr(value, "fake_mode", None) or contextlib.nullcontext(), torch.no_grad():
             return value.to(dtype)
     # What `value.to(dtype)` gives, without the way through the dispatcher: half of the time of a plan went there.

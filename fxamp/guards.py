@@ -8,6 +8,7 @@ can count. Shapes that are not known when compiling count as too long.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -326,8 +327,9 @@ def reason(call: Call) -> str | None:
 
 def constant_beyond(call: Call) -> str | None:
     """`x.masked_fill(mask, -1e9)` in fp16: the constant would be infinite."""
-    largest = torch.finfo(call.low).max
-    for c in _constants(call):
+    constants = _constants(call)
+    largest = torch.finfo(call.low).max if constants else math.inf
+    for c in constants:
         if largest < abs(c) < math.inf and (isinstance(c, float) or call.op in _TAKES_NUMBERS):
             return f"constant {c:g} is beyond {formats.name(call.low)}"
     return None
@@ -348,9 +350,9 @@ def constant_below(call: Call) -> str | None:
 def operand_beyond(call: Call) -> str | None:
     """`baddbmm(mask, q, k)` with a mask that holds the smallest fp32 number."""
     largest = torch.finfo(call.low).max
-    for x in graph.operands(call.node):
+    for x in graph.operands(call.node) if call.narrowed else ():
         held = call.known.get(x, UNKNOWN).largest
-        if x in call.narrowed - call.saturated and held > largest:
+        if held > largest and x in call.narrowed and x not in call.saturated:
             return f"{x.name} may hold {held:g}, beyond {formats.name(call.low)}"
     return None
 
@@ -422,7 +424,7 @@ def squares_of_a_norm(call: Call) -> str | None:
 
 def computed_scalar(call: Call) -> str | None:
     """`x / (x.norm() + eps)`: a 0-dim operand decides no format, but is rounded to that of the others inside the operation."""
-    if not _has_small_range(call.low):
+    if not call.narrowed or not _has_small_range(call.low):
         return None
     for x in graph.operands(call.node):
         value = graph.value_of(x)
@@ -489,7 +491,7 @@ def _constants(call: Call) -> list[float]:
 
 def _reduced_length(call: Call) -> Any:
     """How many values (int or SymInt) an operation adds up; None if it adds up none."""
-    if call.op not in _REDUCES_DIMS | _REDUCES_ALL or not call.node.all_input_nodes:
+    if (call.op not in _REDUCES_DIMS and call.op not in _REDUCES_ALL) or not call.node.all_input_nodes:
         return None
     if call.node.kwargs.get("reduction") == "none":
         return None
@@ -512,6 +514,7 @@ def _is_at_most(length: Any, limit: int) -> bool:
     return statically_known_true(length <= limit)
 
 
+@functools.cache
 def _has_small_range(dtype: torch.dtype) -> bool:
     return torch.finfo(dtype).smallest_normal > torch.finfo(torch.float32).smallest_normal
 

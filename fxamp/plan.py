@@ -333,9 +333,9 @@ class _Planner:
 
     def _hand_on(self, node: fx.Node, value: Any) -> None:
         pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(value), strict=True)
-        self.current[node] = value
-        self.floats[node] = [now for traced, now in pairs if traced.dtype == TRACED]
-        self.dtypes[node] = {now.dtype for now in self.floats[node]}
+        floats = [now for traced, now in pairs if traced.dtype == TRACED]
+        self.current[node], self.floats[node] = value, floats
+        self.dtypes[node] = {now.dtype for now in floats}
 
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
@@ -482,9 +482,10 @@ class _Planner:
             return "its shape depends on data"
         tensors = [t for x in (*operands, node) for t in graph.tensors_of(graph.value_of(x))]
         for tensor in tensors:
-            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != TRACED:
-                return f"a value is {formats.name(tensor.dtype)} in the user's program"
-            if type(tensor) not in graph.PLAIN or tensor.layout != torch.strided:
+            dtype = tensor.dtype
+            if dtype != TRACED and (dtype.is_floating_point or dtype.is_complex):
+                return f"a value is {formats.name(dtype)} in the user's program"
+            if type(tensor) not in graph.PLAIN or tensor.layout is not torch.strided:
                 return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"
         return None
 
@@ -646,7 +647,7 @@ class _Planner:
         # Among tensors with dimensions, a 0-dim one takes part in whatever format it has.
         deciding = [(x, want) for x, want in pairs if want is not None or not self._is_scalar(x)] or pairs
         found = {want or dtype for x, want in deciding for dtype in self.dtypes[x]}
-        return "+".join(sorted(map(formats.name, found))) or "-"
+        return formats.name(*found) if len(found) == 1 else "+".join(sorted(map(formats.name, found))) or "-"
 
     def _output(self, node: fx.Node, output_dtype: str) -> torch.dtype | None:
         if not self._lowered(node):
@@ -692,7 +693,7 @@ def _has_summed_label(einsum: fx.Node) -> bool:
 
 def _new_symbols(node: fx.Node, operands: list[fx.Node]) -> bool:
     """Does the traced result have sizes that only running the operation can tell?"""
-    if all(type(size) is int for t in graph.tensors_of(graph.value_of(node)) for size in t.shape):
+    if not any(map(graph.has_symbols, graph.tensors_of(graph.value_of(node)))):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # brings sympy: half a second at import
 

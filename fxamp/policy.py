@@ -288,6 +288,8 @@ class Policy:
 
         A rule about modules speaks of the operations that fxamp knows; the others in it keep their traced dtypes.
         """
+        if not self.rules:
+            return
         is_known = optable.classify(op)[0] is not OpClass.KEEP
         for rule, resolved in zip(reversed(self.rules), reversed(self._resolved), strict=True):
             if (rule.kind == "op" or is_known) and resolved.matches(op or "", module, classes):

@@ -22,6 +22,28 @@ def test_a_clone_is_apart_and_complete():
     assert "mine" not in old.meta
 
 
+def test_a_clone_is_a_graph_like_any_other():
+    """Its nodes are put in past `create_node`: readers, order, indices and names must be what that would have made of them."""
+    gm, _ = graph_of(mlp(8, 8, 8, 8), torch.randn(2, 8))
+    copied = graph.clone(gm)
+    copied.graph.lint()
+    made = torch.fx.Graph()
+    output = made.graph_copy(gm.graph, {})
+    made.output(output)
+    assert str(made) == str(copied.graph)
+    assert len(copied.graph.nodes) == len(made.nodes)
+    for ours, theirs in zip(copied.graph.nodes, made.nodes, strict=True):
+        assert [x.name for x in ours.users] == [x.name for x in theirs.users]
+        assert str((ours.args, ours.kwargs)) == str((theirs.args, theirs.kwargs))
+        assert ours in copied.graph.find_nodes(op=ours.op, target=ours.target)
+    taken = {node.name for node in copied.graph.nodes}
+    for name in sorted(taken):
+        with copied.graph.inserting_before(copied.graph.output_node()):
+            one_more = copied.graph.create_node("call_function", torch.relu, name=name)
+        assert one_more.name not in taken
+        taken.add(one_more.name)
+
+
 def test_nested_graphs_are_cloned_too():
     def forward(m, x):
         return checkpoint(m.lin, x, use_reentrant=False)

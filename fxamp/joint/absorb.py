@@ -71,7 +71,7 @@ def _thin(gm: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
     order of the graph."""
     thin: dict[fx.Node, torch.dtype] = {}
     casts = gm.graph.find_nodes(op="call_function", target=graph.JOINT_CAST, sort=False)
-    waiting = [node for node in casts if not _leaves(node) and _widens(node)]
+    waiting = [node for node in casts if _widens(node) and not _leaves(node)]
     for node in waiting:  # grows
         moves = node.target is not graph.JOINT_CAST
         thin[node] = thin[next(x for x in node.all_input_nodes if x in thin)] if moves else _dtype(node.all_input_nodes[0])
@@ -92,13 +92,13 @@ def _is_thin(node: fx.Node, dtype: torch.dtype, thin: dict[fx.Node, torch.dtype]
 
 def _widens(node: fx.Node) -> bool:
     """Is it a cast that loses nothing, keeps strides, and that no user wrote?"""
-    if not graph.is_own_cast(node) and not graph.is_of_a_decomposition(node):
-        return False
     source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
-    if not (source.is_floating_point() and result.is_floating_point()):
+    before, after = source.dtype, result.dtype
+    if before == after or not (before.is_floating_point and after.is_floating_point):
         return False
-    widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)
-    return widens and same_layout(source, result)
+    if not formats.is_lossless(before, after) or not same_layout(source, result):
+        return False
+    return graph.is_own_cast(node) or graph.is_of_a_decomposition(node)
 
 
 def _may_absorb(user: fx.Node, value: fx.Node) -> bool:
@@ -121,7 +121,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 def _is_wide(operand: fx.Node, node: fx.Node) -> bool:
     """Does an operand decide the format of `node`? A tensor without dimensions takes part without deciding it."""
     value = graph.value_of(operand)
-    return isinstance(value, torch.Tensor) and value.dtype == _dtype(node) and value.dim() > 0
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.dtype == _dtype(node)
 
 
 # ---- where it is widened ------------------------------------------------------------------------------------------------

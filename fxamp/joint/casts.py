@@ -76,7 +76,7 @@ class ShareCasts:
         num_removed = 0
         for node in graph.nodes_of_own_casts(gm):
             value = node.all_input_nodes[0]
-            key = (value, graph.value_of(node).dtype, *(node.meta.get(k) for k in ("recompute", "ac_graph_id")))
+            key = (value, graph.value_of(node).dtype, node.meta.get("recompute"), node.meta.get("ac_graph_id"))
             kept = first.setdefault(key, node)
             if kept is not node and not (is_output(kept) and is_output(node)):  # they leave the graph as two tensors
                 graph.replace(node, kept)

@@ -42,13 +42,14 @@ def _see_into(gm: fx.GraphModule, around: capture.Region) -> Change:
     num_added = num_removed = 0
     kept: list[Kept] = []
     nodes = list(gm.graph.nodes)
-    regions = capture.regions(nodes, around)
+    bodies = {node: paths for node in nodes if (paths := graph.bodies(node))}
+    composites = [node for node in nodes if capture.name_of(node) in optable.SEEN_INTO]
+    regions = capture.regions(nodes, around) if bodies or composites else {}
     inner: dict[str, capture.Region] = {}
-    for node in nodes:
-        for path in graph.bodies(node):
+    for node, paths in bodies.items():
+        for path in paths:
             inner[path] = regions[node] if inner.get(path, "none") == "none" else inner[path]
-        if capture.name_of(node) not in optable.SEEN_INTO:
-            continue
+    for node in composites:
         body = _parts(node, regions[node])
         if isinstance(body, str):
             kept.append(Kept(node=node.name, reason=body, where=capture.source_line(node)[0]))

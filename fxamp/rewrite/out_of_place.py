@@ -52,6 +52,9 @@ class OutOfPlace:
 def _out_of_place(gm: fx.GraphModule) -> tuple[int, list[Kept]]:
     """(how many operations of one graph became ordinary, those that stay in place and why)."""
     nodes = list(gm.graph.nodes)
+    forms = {node: form for node in nodes if (form := _ordinary_form(node)) is not None}
+    if not forms:  # nearly always, and what follows looks at all memory
+        return 0, []
     position = {node: i for i, node in enumerate(nodes)}
     modes = capture.mode_indices(nodes)
     members: dict[Hashable, list[fx.Node]] = {}
@@ -59,10 +62,7 @@ def _out_of_place(gm: fx.GraphModule) -> tuple[int, list[Kept]]:
         for key in graph.storages(node):
             members.setdefault(key, []).append(node)
     num_marked, kept, starts = 0, list[Kept](), dict[Hashable, list[fx.Node]]()
-    for node in nodes:
-        form = _ordinary_form(node)
-        if form is None:
-            continue
+    for node, form in forms.items():
         keys = graph.storages(node)
         group = [n for key in keys for n in members[key]]
         obstacle = _obstacle(node, group, position, modes) or _try(node, form)
@@ -112,15 +112,13 @@ def _become(node: fx.Node, form: _Form) -> None:
 
 def _ordinary_form(node: fx.Node) -> _Form | None:
     """The same operation out of place; None for what is not in place, or has no such form."""
-    if node.kwargs.get("out") is not None or not node.args:
+    if node.op not in ("call_function", "call_method") or node.kwargs.get("out") is not None or not node.args:
         return None
     args, kwargs = node.args, dict(node.kwargs)
     if node.op == "call_method":
         name = str(node.target)
         plain = name[:-1] if name.endswith("_") and not name.endswith("__") else ""
         return (plain, args, kwargs) if plain in _SAME_VALUE and hasattr(torch.Tensor, plain) else None
-    if node.op != "call_function":
-        return None
     if node.target in _OPERATORS:
         return _OPERATORS[node.target], args, kwargs
     if kwargs.get("inplace"):
