@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch.overrides import TorchFunctionMode
 
+from fxamp import graph
 from fxamp.testing.program import Program
 from fxamp.testing.values import Rounded, gradients, rounding_error
 
@@ -405,8 +406,12 @@ def _known(text: str, is_whole: bool) -> dict[str, torch.Tensor] | None:
 
 
 class _Noticed(TorchFunctionMode):
-    """Tells autograd of what `batch_norm` writes, so that it refuses a backward through what was read there before. By itself
-    it takes the statistics for what was read; no compiled program does."""
+    """Refuses what PyTorch itself, compiling, computes otherwise than eagerly.
+
+    Tells autograd of what `batch_norm` writes, so that it refuses a backward through what was read there before: by itself it
+    takes the statistics for what was read. A list in which memory stands twice is written twice, compiled once
+    (`_foreach_add_([x, x.t()], 1.0)` adds 1).
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -414,6 +419,8 @@ class _Noticed(TorchFunctionMode):
         for statistics in args[1:3] if func is F.batch_norm else ():
             if statistics is not None:
                 torch.autograd.graph.increment_version(statistics)  # before the call, which keeps them for its own backward
+        if func is torch._foreach_add_ and len(set(map(graph.memory_of, args[0]))) < len(args[0]):
+            raise RuntimeError("memory that is written twice")
         return func(*args, **(kwargs or {}))
 
 

@@ -17,3 +17,15 @@ def test_no_gradient_hangs_on_what_batch_norm_writes_unseen(reads: str, is_drawn
     return locals()
 '''
     assert (strategies._known(program, False) is not None) == is_drawn
+
+
+@pytest.mark.parametrize(("written", "is_drawn"), [("[v, v]", False), ("[v, v.t()]", False), ("[v, w]", True)])
+def test_no_list_holds_memory_twice_that_is_written(written: str, is_drawn: bool):
+    """Eagerly `_foreach_add_` writes it twice; compiled, by any back end of PyTorch's, once."""
+    program = f'''def forward(x: "f32[4, 4]"):
+    v = x @ x
+    w = x * 2.0
+    torch._foreach_add_({written}, 1.0)
+    return locals()
+'''
+    assert (strategies._known(program, False) is not None) == is_drawn
