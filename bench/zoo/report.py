@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def write(folder: Path) -> None:
 
 def _section(lower: str, found: Sequence[Row]) -> str:
     versions = sorted({", ".join(f"{k} {v}" for k, v in sorted(row.versions.items())) for row in found})
-    seeds = sorted({str(row.num_seeds) for row in found})
+    counts = Counter(row.num_seeds for row in found)
+    usual, *others = [count for count, _ in counts.most_common()]
+    seeds = [str(usual), *(f"{n} of {', '.join(row.name for row in found if row.num_seeds == n)}" for n in others)]
     faults = [f"- {row.name}: {fault}" for row in found for fault in rows.faults(row)]
     failing = [f"- {row.name}: stock: {row.results['stock'].failure}" for row in found if row.results["stock"].failure]
     failing += [
@@ -51,7 +54,7 @@ def _section(lower: str, found: Sequence[Row]) -> str:
         for name, result in row.results.items()
         if name.startswith("autocast") and result.failure
     ]
-    lines = [f"## lower={lower!r}", "", f"{'; '.join(versions)}. Seeds: {', '.join(seeds)}.", ""]
+    lines = [f"## lower={lower!r}", "", f"{'; '.join(versions)}. Seeds: {'; '.join(seeds)}.", ""]
     lines += [*(f"- {line}" for line in rows.summary(found)), "", rows.markdown(found), ""]
     lines += ["Where fxamp falls short:", "", *(faults or ["- nowhere"]), ""]
     lines += ["What does not run without fxamp:", "", *(failing or ["- nothing"]), ""]
