@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxamp import errors
-from fxamp.run import skipping
+from fxamp.run import recorder, skipping
 from fxamp.run.skipping import Route, Skip
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Attachment:
             self.dropped()  # what has arrived was for gradients that are gone
             return
         route = self.route
-        if route.name != "wait" and (self._num_states is None or not skipping.has_its_state(optimizer)):
+        makes_state = self._num_states is None or not skipping.has_its_state(optimizer)
+        if route.name != "wait" and makes_state and not recorder.is_recording():  # a recording that makes some is not kept
             # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
             route = Route(name="wait", why="this step would make state")
         self._skip = Skip(optimizer=optimizer, route=route, overflowed=functools.reduce(torch.maximum, verdicts))
@@ -134,6 +135,24 @@ class Attachment:
         ids, device = skipping.ids(optimizer), skipping.parameters(optimizer)[0].device
         tensors = [t for scaler in self._live() for t in scaler.settled_for(ids, device)]
         return (*tensors, *(() if self.num_skipped is None else (self.num_skipped,)))
+
+    @torch.no_grad()
+    def begin_round(self, optimizer: Optimizer) -> None:
+        """See `Scaler.begin_round`."""
+        for scaler in self._live():
+            scaler.dropped(optimizer)
+        self.end_round()
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """See `Scaler.end_round`."""
+        for scaler in self._live():
+            scaler.close_round()
+
+    def after_replay(self) -> None:
+        """See `Scaler.after_replay`."""
+        for scaler in self._live():
+            scaler.forget_arrivals()
 
     def forgive(self, num_steps: int) -> None:
         """See `Scaler.forgive`."""

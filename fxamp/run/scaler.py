@@ -216,6 +216,30 @@ class Scaler:
             tensors += flags.settled(ids)
         return tuple(tensors)
 
+    def begin_round(self, optimizer: Optimizer) -> None:
+        """A train step is a round of its own. What is left of another one, and gradients of this optimizer that nobody is
+        going to use, tell about the scale before it: nothing of them may go into a recording."""
+        self._attached[optimizer].begin_round(optimizer)
+
+    def end_round(self, optimizer: Optimizer) -> None:
+        """See `begin_round`: the scale moves, whoever still has gradients to step. They are looked at again when he does."""
+        self._attached[optimizer].end_round()
+
+    def after_replay(self, optimizer: Optimizer) -> None:
+        """What a step of an attached optimizer does on the host, where it was replayed."""
+        self._attached[optimizer].after_replay()
+        self.ask_for_floor()
+
+    def close_round(self) -> None:
+        """Moves the scale by what has been looked at, if anything has."""
+        if self._overflowed is not None:
+            self._update(waits_for_others=False)
+
+    def forget_arrivals(self) -> None:
+        """All that has arrived was cleared on the device."""
+        for flags in self._flags.values():
+            flags.arrivals.clear()
+
     def forget_round(self) -> None:
         """Forgets a step that broke off."""
         self._overflowed = self._largest = self._by_region = None
@@ -329,7 +353,7 @@ class Scaler:
                     self._note_by_region(flags.by_region().to(device, non_blocking=True))
                 flags.clear(self.scale_on(flags.device), ids)
 
-    def _update(self) -> None:
+    def _update(self, *, waits_for_others: bool = True) -> None:
         if self._overflowed is None:
             return  # a step of another thread has ended the round
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
@@ -338,7 +362,7 @@ class Scaler:
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
-        waiting = [other for other in self._attached if self._has_got_gradients(other)]
+        waiting = waits_for_others and any(self._has_got_gradients(other) for other in self._attached)
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest

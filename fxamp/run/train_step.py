@@ -303,9 +303,13 @@ class TrainStep:
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
     def _step(self, batch: Batch) -> Tensor:
+        if self._scaler is not None:
+            self._scaler.begin_round(self._task.optimizer)
         if self._why_plain:
             return self._plain(batch, self._why_plain)
         self._look_around()
+        if any(t.grad is not None for t in self._surroundings.owns()):
+            self._drop_gradients()  # somebody's, of which a replay knows nothing
         key = batch.key()
         shape = self._shapes.get(key)
         if shape is None:
@@ -335,7 +339,7 @@ class TrainStep:
         self._num_replayed += 1
         self._task.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # what learning-rate schedules ask
         if self._scaler is not None:
-            self._scaler.ask_for_floor()
+            self._scaler.after_replay(self._task.optimizer)
         return recording.loss.clone()
 
     def _plain(self, batch: Batch, why: str) -> Tensor:
@@ -373,6 +377,8 @@ class TrainStep:
         assert total is not None
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
+        if self._scaler is not None:
+            self._scaler.end_round(self._task.optimizer)
         self._leaves.forget()
         self._drop_gradients()
         return total
@@ -493,6 +499,7 @@ class TrainStep:
 
             return call
 
+        compile_noting.__name__ = "fxamp"  # Dynamo's errors call a backend by it
         return compile_noting
 
     def _place(self) -> Hashable:

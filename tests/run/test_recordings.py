@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import fxamp
+from fxamp import errors
 from fxamp.run import train_step
 from fxamp.run.train_step import TrainStep
-from tests.run.tape import taped
+from tests.run.tape import Recorder, taped
 from tests.run.test_train_step import CPU, batches, same, state_of
 
 
@@ -38,7 +39,7 @@ class Bench:
         self.teacher = nn.Linear(4, 4).requires_grad_(False)
         self.weight, self.factor = torch.ones(4), 1.0
         self.another: fxamp.Amp | None = None
-        self.amp = fxamp.Amp(**{"precision": "bf16", "lower": "aot_eager", **options})
+        self.amp = fxamp.Amp(**{"precision": "fp16", "lower": "aot_eager", **options})
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.teacher(x * self.weight), y) * self.factor
@@ -47,7 +48,8 @@ class Bench:
     def run(self, step: TrainStep, count: int = 4) -> list[Tensor]:
         torch.manual_seed(0)
         losses = [step(x, y) for x, y in batches(CPU, count)]
-        return [*state_of(self.model, self.optimizer), torch.stack(losses)]
+        assert all(p.grad is None for p in self.model.parameters())
+        return [*state_of(self.model, self.optimizer), torch.stack(losses), self.amp.loss_scale, self.amp.skipped_steps]
 
 
 def reset_state(b: Bench) -> None:
@@ -82,6 +84,12 @@ def hook_a_step(b: Bench) -> None:
     b.optimizer.register_step_post_hook(decay)
 
 
+def leave_gradients(b: Bench) -> None:
+    """Of somebody who looked at them, and did not step; they overflow."""
+    run = torch.compile(b.model, backend=b.amp)
+    (run(next(batches(CPU, 1))[0]).sum() * 1e38 * 1e38).backward()
+
+
 def attach_another(b: Bench) -> None:
     b.another = fxamp.Amp(precision="fp16", lower="aot_eager")
     b.another.attach(b.optimizer)
@@ -100,6 +108,7 @@ CHANGES: dict[str, Callable[[Bench], object]] = {
     "it is another once more": lambda b: setattr(b, "weight", torch.full((4,), 0.25)),
     "a module of the loss is another": lambda b: setattr(b, "teacher", nn.Linear(4, 4).requires_grad_(False)),
     "a weight of it lies elsewhere": lambda b: setattr(b.teacher.weight, "data", b.teacher.weight.data * 2),
+    "there are gradients already": leave_gradients,
     "compiled programs are gone": lambda b: torch._dynamo.reset(),
     "a group came and went": pop_group,
     "a second Amp has a say": attach_another,
@@ -115,6 +124,7 @@ SOME = (
     "the optimizer's state is gone",
     "a number of a module is another",
     "a tensor of the loss is another",
+    "there are gradients already",
     "compiled programs are gone",
 )
 
@@ -123,7 +133,7 @@ SOME = (
 def test_what_changes_under_a_recording_is_seen(chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     """One after the other, in a training that is recorded, and in one that is not."""
     monkeypatch.setattr(train_step, "MAX_WORLDS", 1 + len(CHANGES))
-    recorded, plain = Bench(precision="fp16"), Bench(precision="fp16")
+    recorded, plain = Bench(), Bench()
     steps = [b.amp.train_step(b.model, b.loss, b.optimizer) for b in (recorded, plain)]
     taped(steps[0], monkeypatch)
     for what in chosen:
@@ -137,3 +147,118 @@ def test_what_changes_under_a_recording_is_seen(chosen: tuple[str, ...], monkeyp
         results = [bench.run(step, 1) for bench, step in zip((recorded, plain), steps, strict=True)]
         assert same(*results), what
         assert steps[0].summary().num_replayed == num_replayed + 1, what
+
+
+def adversaries(patch: pytest.MonkeyPatch | None) -> list[Tensor]:
+    """Two steps on one Amp, of which the second leaves gradients with the first one's parameters; some batches overflow."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    maker, judge = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=fxamp.DynamicScale(init=1024.0, growth_interval_steps=3))
+    of_maker, of_judge = (optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (maker, judge))
+    judges = amp.train_step(judge, lambda out, made: F.softplus(-out).mean() + F.softplus(judge(made)).mean(), of_judge)
+    makes = amp.train_step(maker, lambda made, _: F.softplus(-judge(made)).mean(), of_maker)
+    told = list[Tensor]()
+    for step in (judges, makes) if patch is not None else ():
+        taped(step, patch)
+    for i, (noise, real) in enumerate(batches(CPU, 9, bad=(2, 5))):
+        real = real * (torch.inf if i in (1, 6) else 1.0)
+        with torch.no_grad():
+            made = maker(noise.nan_to_num(posinf=0.0))
+        told += [judges(real, made), amp.loss_scale, makes(noise, None), amp.loss_scale, amp.skipped_steps]
+    if patch is not None:
+        assert [step.summary().num_replayed for step in (judges, makes)] == [7, 7]
+    return [*state_of(maker, of_maker), *state_of(judge, of_judge), *(x.nan_to_num(7.0) for x in told)]
+
+
+def test_two_steps_on_one_amp(monkeypatch: pytest.MonkeyPatch):
+    """What one of them leaves behind goes into no recording of the other's: it would be gone when that is replayed."""
+    assert same(adversaries(monkeypatch), adversaries(None))
+
+
+def beside_a_loop(patch: pytest.MonkeyPatch | None) -> list[Tensor]:
+    """A loop whose gradients wait for their optimizer while a train step of the same Amp is taken."""
+    torch._dynamo.reset()
+    b = Bench(scaling=fxamp.DynamicScale(init=1024.0, growth_interval_steps=3))
+    other = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = optim.SGD(other.parameters(), lr=1e-2)
+    b.amp.attach(optimizer)
+    run, step, told = torch.compile(other, backend=b.amp), b.amp.train_step(b.model, b.loss, b.optimizer), list[Tensor]()
+    if patch is not None:
+        taped(step, patch)
+    for i, (x, y) in enumerate(batches(CPU, 9, bad=(4,))):
+        F.mse_loss(run(x.nan_to_num(posinf=0.0) * (1e9 if i == 6 else 1.0)), y).backward()
+        told += [step(x, y), b.amp.loss_scale]
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [b.amp.loss_scale, b.amp.skipped_steps]
+    assert b.amp.read_skipped_steps() == 2
+    return [*state_of(b.model, b.optimizer), *state_of(other, optimizer), *(x.nan_to_num(7.0) for x in told)]
+
+
+@pytest.mark.slow
+def test_a_step_beside_a_loop(monkeypatch: pytest.MonkeyPatch):
+    """The scale moves in each replay, whoever was waiting when it was recorded."""
+    assert same(beside_a_loop(monkeypatch), beside_a_loop(None))
+
+
+class Late:
+    """Scales by a parameter that joins later, and may break off a recording."""
+
+    def __init__(self, b: Bench) -> None:
+        self.bench, self.scale = b, nn.Parameter(torch.ones(4))
+        self.is_there = False
+        self.error: type[BaseException] | None = None
+        b.optimizer.add_param_group({"params": [self.scale]})
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(torch._dynamo.disable(self.through)(x), y)
+
+    def through(self, x: Tensor) -> Tensor:
+        if self.error is not None and Recorder.is_recording:
+            raise self.error("in the middle")
+        return x * self.scale if self.is_there else x
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_recording_that_breaks_off_leaves_no_trace(error: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    """Neither flags that never arrived, nor state that was never made; nor does one that makes state."""
+    torch._dynamo.reset()
+    results = []
+    for is_taped in (True, False):
+        b = Bench()
+        late = Late(b)
+        step = b.amp.train_step(b.model, late.loss, b.optimizer)
+        if is_taped:
+            taped(step, monkeypatch)
+        data = list(batches(CPU, 8))
+        for x, y in data[:2]:
+            step(x, y)
+        late.is_there, late.error = True, error  # its first gradient makes its state
+        if is_taped:
+            with pytest.raises(error, match="in the middle"):
+                step(*data[2])
+        assert late.scale not in b.optimizer.state
+        late.error = None
+        for x, y in data[2:]:
+            step(x, y)
+        assert step.summary().num_replayed == (5 if is_taped else 0)
+        results.append([*state_of(b.model, b.optimizer), late.scale.detach(), b.amp.loss_scale])
+    assert same(*results)
+
+
+def test_switches_of_pytorch_are_those_of_the_recording(monkeypatch: pytest.MonkeyPatch):
+    """Else the step runs as it is, and says what it says then."""
+    b = Bench()
+    step = taped(b.amp.train_step(b.model, b.loss, b.optimizer), monkeypatch)
+    b.run(step)
+    data = next(batches(CPU, 1))
+    for switch in (torch.no_grad, torch.inference_mode):
+        with switch(), pytest.raises(errors.InvalidOption, match="does not depend on a parameter"):
+            step(*data)
+    with torch.autocast("cpu", torch.float16), pytest.warns(fxamp.FxampWarning, match="ambient autocast"):
+        step(*data)
+    assert step.summary().num_replayed == 2
+    step(*data)
+    assert step.summary().num_replayed == 3
+    assert sum(count for why, count in step.summary().num_plain.items() if "another switch of PyTorch" in why) == 3
