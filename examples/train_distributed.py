@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import math
 import os
 import socket
@@ -173,7 +174,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work_as, args=(args, port), nprocs=NUM_OWN_RANKS)
+    if sys.platform == "linux":  # what the ranks would import one by one, most of their time, is imported once
+        importlib.import_module("torch._inductor.compile_fx")
+    method = "fork" if sys.platform == "linux" else "spawn"  # on the CPU: CUDA does not survive a fork
+    torch.multiprocessing.start_processes(work_as, args=(args, port), nprocs=NUM_OWN_RANKS, start_method=method)
 
 
 if __name__ == "__main__":
