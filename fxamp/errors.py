@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Final
 
 
 class FxampError(Exception):
@@ -114,10 +116,19 @@ class InvariantBroken(FxampError, AssertionError):
         super().__init__(subject, where=where, way_out=way_out)
 
 
+_SPELLINGS: Final[Mapping[str, str]] = MappingProxyType({
+    "float32": "fp32", "float": "fp32", "full": "fp32", "tensorfloat32": "tf32", "high": "tf32", "bfloat16": "bf16",
+    "float16": "fp16", "half": "fp16", "mixed": "fp16", "float8": "fp8",
+})  # fmt: skip
+"""What others call the precisions -> what fxamp calls them."""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> UnknownOption:
     """The error for a name that is not among `known`; suggests the nearest one."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else []
+    spelling = _SPELLINGS.get(str(name).lower().removeprefix("torch."))  # of a torch.dtype too
+    near = [spelling] if spelling in names else near
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return UnknownOption(f"unknown {kind} {name!r}", way_out=f"{hint}Known: {', '.join(names)}")
 

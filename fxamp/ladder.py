@@ -73,7 +73,10 @@ class Ladder:
     def check(self, precision: str) -> None:
         """Raises UnknownOption for a precision that is no rung."""
         if precision not in self.rungs:
-            raise errors.unknown("precision in the ladder", precision, self.rungs)
+            raise errors.UnknownOption(
+                f"precision {precision!r} is not on the ladder {self.rungs}",
+                way_out="All that a run changes between is compiled ahead: name it in ladder=(...) when the Amp is made",
+            )
 
     def named(self, region: str | None) -> tuple[str, ...]:
         """The regions that a user's name, or glob, means; all of them for None. Raises: UnknownOption."""

@@ -115,7 +115,10 @@ def plan(
     """
     calls = Calls(checked=legal.wants_full_check())
     if captured.ambient is not None:
-        note = f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it"
+        note = (
+            f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it. "
+            "Called outside of autocast, fxamp decides"
+        )
         return _plan(captured, Policy(), variant, (), output_dtype, note, (), calls)
     return _plan(captured, policy, variant, parts, output_dtype, "", relaxed, calls)
 

@@ -187,6 +187,7 @@ def test_ambient_autocast_is_left_to_pytorch_and_said_once():
         compiled(torch.randn(3, 8))  # another graph, no second warning
     assert len(amp.graphs) == 2
     assert "ambient autocast" in str(amp.report())
+    assert amp.report().fast_paths == ()  # nobody knows what autocast made of it
 
 
 def test_the_backward_is_never_autocast():

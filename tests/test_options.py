@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 
 import pytest
+import torch
 
 import fxamp
 from fxamp import Options, errors
@@ -33,6 +34,10 @@ def test_every_option_is_documented():
          "ERROR[UnknownOption]: unknown option 'precison'. Did you mean 'precision'? Known: " + FROZEN.replace(" ", ", ")),
         ({"precision": "bf17"}, errors.UnknownOption,
          "ERROR[UnknownOption]: unknown precision 'bf17'. Did you mean 'bf16'? Known: auto, fp32, tf32, bf16, fp16, fp8"),
+        *(({"precision": spelling}, errors.UnknownOption,
+         f"ERROR[UnknownOption]: unknown precision {spelling!r}. Did you mean {meant!r}? "
+         "Known: auto, fp32, tf32, bf16, fp16, fp8")
+          for spelling, meant in (("float16", "fp16"), (torch.bfloat16, "bf16"), ("half", "fp16"), ("float32", "fp32"))),
         ({"precision": 16}, errors.UnknownOption,
          "ERROR[UnknownOption]: unknown precision 16. Known: auto, fp32, tf32, bf16, fp16, fp8"),
         ({"mode": "fast"}, errors.UnknownOption,

@@ -84,6 +84,8 @@ def find(captured: Captured, plan: Plan, rewritten: fx.GraphModule, *, lower: st
     Args: captured, plan: what was decided, and why; rewritten: the same graph as fxamp's passes left it; lower: as of
         `Options`, for what Inductor does about layouts.
     """
+    if captured.ambient is not None:  # the formats are autocast's, and on no record
+        return ()
     tensors = (t for node in captured.gm.graph.nodes for t in graph.tensors_of(graph.value_of(node)))
     fake = next((t for t in tensors if isinstance(t, FakeTensor)), None)
     with contextlib.nullcontext() if fake is None else graph.quietly(fake.fake_mode):

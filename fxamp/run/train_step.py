@@ -653,6 +653,15 @@ def _static(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_task(task: Task) -> None:
+    parts: tuple[tuple[str, object, type], ...] = (
+        ("model", task.model, nn.Module), ("optimizer", task.optimizer, Optimizer),
+    )  # fmt: skip
+    for what, given, kind in parts:
+        if not isinstance(given, kind):
+            raise errors.InvalidOption(
+                f"train_step() was given a {type(given).__name__} as its {what}",
+                way_out="It takes (model, loss_fn, optimizer); loss_fn=None if the model returns its loss",
+            )
     if task.accumulate < 1:
         raise errors.InvalidOption(f"accumulate={task.accumulate}", way_out="Give a number of micro-batches, 1 or more")
     if task.clip_grad_norm is not None and not task.clip_grad_norm > 0:

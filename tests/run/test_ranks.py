@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import math
+import multiprocessing
 import os
 import socket
 from pathlib import Path
@@ -242,7 +243,11 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(request.param, port, out), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+    # All four come from one process, which has imported what takes most of their time.
+    multiprocessing.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp", __name__])
+    mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+        work, args=(request.param, port, out), nprocs=2, start_method="forkserver"
+    )
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

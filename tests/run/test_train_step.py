@@ -194,6 +194,10 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(make: Callable[..., opt
 
 def test_what_makes_no_sense_is_refused():
     model, optimizer, amp = made(CPU, precision="bf16")
+    with pytest.raises(errors.InvalidOption, match=r"given a AdamW as its model. It takes \(model, loss_fn, optimizer\)"):
+        amp.train_step(optimizer, nn.MSELoss(), model)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.InvalidOption, match="given a Linear as its optimizer"):
+        amp.train_step(model, None, nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(errors.InvalidOption, match="accumulate=0"):
         amp.train_step(model, nn.MSELoss(), optimizer, accumulate=0)
     with pytest.raises(errors.InvalidOption, match=r"clip_grad_norm=-1\.0"):
