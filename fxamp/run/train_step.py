@@ -653,11 +653,8 @@ def _static(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_task(task: Task) -> None:
-    parts: tuple[tuple[str, object, type], ...] = (
-        ("model", task.model, nn.Module), ("optimizer", task.optimizer, Optimizer),
-    )  # fmt: skip
-    for what, given, kind in parts:
-        if not isinstance(given, kind):
+    for what, given, kind in (("model", task.model, nn.Module), ("optimizer", task.optimizer, Optimizer)):
+        if not isinstance(given, kind):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"train_step() was given a {type(given).__name__} as its {what}",
                 way_out="It takes (model, loss_fn, optimizer); loss_fn=None if the model returns its loss",
