@@ -523,6 +523,8 @@ DIFFERENTIATES: Final = (torch.autograd.grad, torch.autograd.backward)
 
 def _watched(node: fx.Node, is_inside_func: bool) -> Iterable[tuple[fx.Node, str]]:
     """Operands that must be the traced value itself, not a cast of it, with the reason."""
+    if not node._input_nodes:
+        return ()
     name, calls = name_of(node), node.op not in ("placeholder", "get_attr", "output")
     if is_inside_func:
         reason = "used inside a torch.func transform"  # a cast there would belong to a level that its operand is not in
@@ -561,13 +563,12 @@ def mode_indices(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory a node writes, or may write."""
-    out = node.kwargs.get("out")
-    written = _nodes_in(out)
+    if node.op not in ("call_function", "call_method"):
+        return []
+    written = _nodes_in(node.kwargs.get("out"))
     target = node.target
-    if node.op == "call_method" and _is_in_place(str(target)):
-        written += _nodes_in(node.args[:1])
-    if node.op != "call_function":
-        return written
+    if node.op == "call_method":
+        return written + _nodes_in(node.args[:1]) if _is_in_place(str(target)) else written
     if isinstance(target, HigherOrderOperator):
         inner = graph.bodies(node).values()
         pure = inner and not any(_writes_inputs(body) for body in inner)
