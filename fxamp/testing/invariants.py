@@ -286,8 +286,7 @@ def _joint_casts(gm: fx.GraphModule) -> None:
         if mark.src == mark.dst:
             raise _joint_broken("casts", node, f"casts {mark.src} to {mark.dst}")
         inner = graph.own_cast(source)
-        held = [graph.value_of(n).dtype for n in (*source.all_input_nodes, source)]
-        if inner is not None and formats.is_lossless(held[0], held[1]):
+        if inner is not None and formats.is_lossless(*(graph.value_of(n).dtype for n in (source.all_input_nodes[0], source))):
             raise _joint_broken("casts", node, f"goes {inner.src} to {inner.dst} to {mark.dst} without need")
         twin = seen.setdefault((source, dtype, *(node.meta.get(key) for key in ("recompute", "ac_graph_id"))), node)
         if twin is not node:

@@ -228,5 +228,28 @@ def test_two_low_formats_widen_each_other():
     testing.check(program, {"mm": "fp16"})  # bf16 + fp16: in fp16, a large bf16 value would be infinite
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        # the invariants of joint graphs: a cast of one of several results
+        '''
+        def forward(x: "f32[4, 4] grad"):
+            a = x.detach() @ x.detach()
+            b, c = a.chunk(2)
+            return b,
+        ''',
+        # AOTAutograd by itself gives an output in memory of its own
+        '''
+        def forward(x: "f32[4, 4] grad"):
+            x.detach().mul_(2.0)
+            a, b = x.chunk(2)
+            return a, x @ x,
+        ''',
+    ],
+)
+def test_behind_aot_autograd(text: str):
+    testing.check(Program(text), lower="aot_eager")
+
+
 def test_they_say_what_they_are():
     assert all(Program(text).text.startswith("def forward(x: ") for text in PROGRAMS.values())
