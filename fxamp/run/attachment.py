@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxamp import errors
-from fxamp.run import recorder, skipping
+from fxamp.run import capturable, recorder, skipping
 from fxamp.run.skipping import Route, Skip
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Attachment:
     """Steps left out, fp32 []; None before the first step."""
     _num_states: int | None = None
     """Entries of the optimizer's state when the route was chosen; None: before the first step that was taken."""
+    _numbers: Hashable = None
+    """The hyperparameters of the last step that left no state."""
 
     @staticmethod
     def of(optimizer: Optimizer) -> Attachment | None:
@@ -96,12 +98,18 @@ class Attachment:
             self.dropped()  # what has arrived was for gradients that are gone
             return
         route = self.route
-        makes_state = self._num_states is None or not skipping.has_its_state(optimizer)
-        if route.name != "wait" and makes_state and not recorder.is_recording():  # a recording that makes some is not kept
+        # A recording that makes state is not kept.
+        if route.name != "wait" and not recorder.is_recording() and self._makes_state(optimizer):
             # Nobody can unmake it on the device. (Fused SGD even leaves a momentum buffer that was never written.)
             route = Route(name="wait", why="this step would make state")
         self._skip = Skip(optimizer=optimizer, route=route, overflowed=functools.reduce(torch.maximum, verdicts))
         self._skip.begin()
+
+    def _makes_state(self, optimizer: Optimizer) -> bool:
+        """May the step make state? Not if each parameter has its own, or none had one after a step with the same numbers."""
+        if self._num_states == 0 and not optimizer.state:
+            return self._numbers != capturable.hyperparameters(optimizer)
+        return self._num_states is None or not skipping.has_its_state(optimizer)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
@@ -112,9 +120,12 @@ class Attachment:
         if skip is None:
             return
         skip.end()
-        if len(optimizer.state) != self._num_states and not skip.was_left_out:
-            self._num_states = len(optimizer.state)
-            self.choose(self.wish)
+        if not skip.was_left_out:
+            if len(optimizer.state) != self._num_states:
+                self._num_states = len(optimizer.state)
+                self.choose(self.wish)
+            if not optimizer.state:
+                self._numbers = capturable.hyperparameters(optimizer)
         self.took(optimizer, skip.overflowed)
 
     def judge(self, optimizer: Optimizer) -> Tensor:

@@ -62,6 +62,8 @@ class Scaler:
         self._replicas: dict[torch.device, Tensor] = {}
         self._loaded: Mapping[str, Any] | None = None
         self._attached: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
+        self._has_begun = False
+        """Has there ever been an optimizer attached? The scale is the model's: it goes on with another one."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped_within: set[int] = set()
         """Ids of the parameters that hooks have stepped while a backward still runs."""
@@ -85,7 +87,7 @@ class Scaler:
             self._loss_scale = self._new_scale(device)
             if self._loaded is not None:
                 self._loss_scale.load_state_dict(self._loaded)
-            elif not self._attached:
+            elif not self._has_begun:
                 self._loss_scale.wait_for_attached()
         return self._loss_scale
 
@@ -149,9 +151,11 @@ class Scaler:
     def attach(self, optimizer: Optimizer, route: str) -> None:
         """Lets the steps of an optimizer be left out. Raises: as `skipping.check` and `skipping.choose`."""
         skipping.check(optimizer)
-        if self._loss_scale is not None and not self._attached and self._loaded is None:
-            self._loss_scale.begin()
-            self._refresh_replicas()
+        if not self._has_begun:
+            self._has_begun = True
+            if self._loss_scale is not None and self._loaded is None:
+                self._loss_scale.begin()
+                self._refresh_replicas()
         if optimizer in self._attached:
             self._attached[optimizer].choose(route)
             return
@@ -485,7 +489,7 @@ class Scaler:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scale; waits for the device."""
-        if self._loss_scale is None or (not self._attached and self._loaded is None):
+        if self._loss_scale is None or (not self._has_begun and self._loaded is None):
             return dict(self._loaded) if self._loaded is not None else self._new_scale(torch.device("cpu")).state_dict()
         return self._loss_scale.state_dict()
 

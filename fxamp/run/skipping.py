@@ -162,8 +162,7 @@ class Skip:
 
 def has_its_state(optimizer: Optimizer) -> bool:
     """Has every parameter that is to be stepped its state? What a step makes anew, nobody can put back on the device."""
-    stepped = [p for p in parameters(optimizer) if p.grad is not None]
-    return not optimizer.state or all(p in optimizer.state for p in stepped)
+    return all(p in optimizer.state for p in parameters(optimizer) if p.grad is not None)
 
 
 def _written(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -159,8 +159,9 @@ def adversaries(patch: pytest.MonkeyPatch | None) -> list[Tensor]:
     judges = amp.train_step(judge, lambda out, made: F.softplus(-out).mean() + F.softplus(judge(made)).mean(), of_judge)
     makes = amp.train_step(maker, lambda made, _: F.softplus(-judge(made)).mean(), of_maker)
     told = list[Tensor]()
-    for step in (judges, makes) if patch is not None else ():
-        taped(step, patch)
+    if patch is not None:
+        taped(judges, patch)
+        taped(makes, patch)
     for i, (noise, real) in enumerate(batches(CPU, 9, bad=(2, 5))):
         real = real * (torch.inf if i in (1, 6) else 1.0)
         with torch.no_grad():
@@ -209,10 +210,11 @@ class Late:
         self.bench, self.scale = b, nn.Parameter(torch.ones(4))
         self.is_there = False
         self.error: type[BaseException] | None = None
+        self.unseen: Any = torch._dynamo.disable(self.through)  # pyright: ignore[reportArgumentType]
         b.optimizer.add_param_group({"params": [self.scale]})
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(torch._dynamo.disable(self.through)(x), y)
+        return F.mse_loss(self.unseen(x), y)
 
     def through(self, x: Tensor) -> Tensor:
         if self.error is not None and Recorder.is_recording:

@@ -279,3 +279,68 @@ def test_an_optimizer_outlives_its_amp():
     optimizer.step()
     optimizer.zero_grad()
     assert p.tolist() == [-1.0, -1.0]
+
+
+def cleared(optimizer: optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def with_momentum(optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.9
+
+
+@pytest.mark.parametrize("route", ["auto", "fused", "select"])
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda p: optim.Adam(p, lr=0.1, fused=True), cleared),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True), cleared),
+        (lambda p: optim.SGD(p, lr=0.1, fused=True), with_momentum),
+    ],
+    ids=["Adam", "SGD", "momentum that comes later"],
+)
+def test_state_that_is_made_anew_is_not_made_by_a_step_that_is_left_out(
+    make: Make, change: Callable[[optim.Optimizer], None], route: str
+):
+    """What a step makes cannot be unmade on the device; and a step that makes none waits for nothing."""
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer, amp = make(parameters), fxamp.Amp(precision="fp16")
+    amp.attach(optimizer, route=route)
+    for _ in range(3):
+        with_gradients(parameters)
+        optimizer.step()
+    change(optimizer)
+    for is_again in (False, True):
+        before = everything(optimizer)
+        with_gradients(parameters, math.inf)
+        optimizer.step()
+        assert same(everything(optimizer), before), is_again
+        with_gradients(parameters)
+        optimizer.step()
+        assert not same(everything(optimizer), before), is_again
+    assert amp.read_skipped_steps() == 2
+    attachment = amp._scaling._attached[optimizer]
+    assert not attachment._makes_state(optimizer)
+
+
+def test_a_new_optimizer_finds_the_scale_as_it_is():
+    """Gradients are those of the model: that the optimizer of its first stage is gone, or is not there yet, says nothing."""
+    model, amp = mlp(4, 4, 2), fxamp.Amp(precision="fp16", lower="aot_eager")
+    run = torch.compile(model, backend=amp)
+
+    def stage(factor: float) -> None:
+        optimizer = optim.SGD(model.parameters(), lr=1e-3)
+        amp.attach(optimizer)
+        for _ in range(2):
+            (run(torch.ones(2, 4)).sum() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    stage(1e38 * 1e38)
+    gc.collect()
+    assert amp.read_loss_scale() == 2**14
+    assert amp.state_dict()["scaling"]["scale"] == 2**14
+    stage(1.0)
+    assert amp.read_loss_scale() == 2**14
+    assert amp.read_skipped_steps() == 2
