@@ -50,7 +50,7 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
 
 @torch.library.register_fake("fxamp::largest")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
-    return gradients[0].new_empty((num_slots,), dtype=torch.float32)
+    return torch.empty((num_slots,), dtype=torch.float32, device=gradients[0].device)  # the first one may be sparse
 
 
 LARGEST: Final = torch.ops.fxamp.largest.default
@@ -153,7 +153,7 @@ def lost_shares(gradients: list[Tensor], scale: Tensor, slots: list[int], num_sl
 
 @torch.library.register_fake("fxamp::lost_shares")  # pyright: ignore[reportUntypedFunctionDecorator]
 def _(gradients: list[Tensor], scale: Tensor, slots: list[int], num_slots: int) -> Tensor:
-    return gradients[0].new_empty((num_slots,), dtype=torch.float32)
+    return torch.empty((num_slots,), dtype=torch.float32, device=gradients[0].device)  # the first one may be sparse
 
 
 LOST_SHARES: Final = torch.ops.fxamp.lost_shares.default

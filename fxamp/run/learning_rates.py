@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Generator
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from fxamp.run import skipping
 
 
 class LearningRates:
@@ -18,23 +21,25 @@ class LearningRates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: list[float | Tensor] = []
+        self._known: list[float] = []
         self.tensors: list[Tensor] = []
         """One for each group, as of the last `refresh`."""
 
     def refresh(self) -> None:
         """Takes over the rates of now. Waits for nothing."""
-        groups = self._optimizer.param_groups
-        for group in groups[len(self.tensors) :]:
-            self.tensors.append(torch.zeros((), device=group["params"][0].device))
-            self._known.append(float("nan"))
+        groups, device = self._optimizer.param_groups, skipping.parameters(self._optimizer)[0].device
+        for _ in groups[len(self.tensors) :]:
+            self.tensors.append(torch.zeros((), device=device))
+            self._known.append(math.nan)
+        del self.tensors[len(groups) :], self._known[len(groups) :]
         for i, group in enumerate(groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):
                 self.tensors[i].copy_(rate, non_blocking=True)
+                self._known[i] = math.nan
             elif rate != self._known[i]:
                 self.tensors[i].fill_(rate)
-            self._known[i] = rate
+                self._known[i] = rate
 
     @contextlib.contextmanager
     def on_device(self) -> Generator[None]:

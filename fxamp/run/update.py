@@ -13,7 +13,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from fxamp import ops
-from fxamp.run import recorder
+from fxamp.run import recorder, skipping
 
 KINDS: Final = (optim.Adam, optim.AdamW, optim.SGD)
 ALIGNMENT_BYTES: Final = 16
@@ -81,7 +81,7 @@ class FusedUpdate:
         is written by whatever had it earlier in the step."""
         sizes = [p.numel() for group in self._optimizer.param_groups for p in group["params"]]
         count = sum(math.ceil(size / self._kernels.BLOCK) for size in sizes)
-        device = self._optimizer.param_groups[0]["params"][0].device
+        device = skipping.parameters(self._optimizer)[0].device
         return torch.empty((count, self._kernels.COLUMNS), dtype=torch.int64, device=device)
 
     def launch(

@@ -218,6 +218,31 @@ def test_sparse_gradients_are_waited_for():
     assert amp.read_skipped_steps() == 1
 
 
+def test_sparse_gradients_beside_low_ones():
+    """In one graph, whose weights are low leaves, and in one that casts them."""
+    results = []
+    for is_step in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 8, sparse=True), nn.Linear(8, 4))
+        amp = fxamp.Amp(precision="fp16", lower="aot_eager", scaling=fxamp.DynamicScale(init=1024.0))
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        step = amp.train_step(model, lambda out, factor: out.sum() * factor, optimizer) if is_step else None
+        amp.attach(optimizer)
+        run = torch.compile(model, backend=amp)
+        for factor in (1.0, math.inf, 1.0, 1.0):
+            words = torch.tensor([1, 2, 2])
+            if step is not None:
+                step(words, torch.tensor(factor))
+                continue
+            (run(words).sum() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert amp.read_skipped_steps() == 1
+        results.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
 def test_lbfgs_is_refused():
     with pytest.raises(errors.CannotSkip, match="LBFGS evaluates the loss many times"):
         fxamp.Amp(precision="fp16").attach(optim.LBFGS([nn.Parameter(torch.zeros(2))]))
