@@ -226,10 +226,11 @@ def is_of_a_decomposition(node: fx.Node) -> bool:
     """Is it, in the joint graph, a cast that PyTorch wrote where it took an operation apart? (`silu` of a narrow value
     computes in fp32.) A cast that the program, or its gradient, has is one by itself."""
     whole = node.meta.get("original_aten")
-    return node.target is JOINT_CAST and isinstance(whole, torch._ops.OpOverload) and whole not in _CASTS
+    return node.target is JOINT_CAST and isinstance(whole, OpOverload) and whole.name() not in _CASTS
 
 
-_CASTS: Final = frozenset((torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, JOINT_CAST))
+_CASTS: Final = frozenset(("aten::_to_copy", "aten::to.dtype", "prims::convert_element_type"))
+"""By name: what PyTorch notes while it traces need not be the object that `torch.ops` gives, and is equal to no other."""
 
 
 def follows(node: fx.Node) -> bool:

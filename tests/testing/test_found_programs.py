@@ -238,6 +238,14 @@ def test_two_low_formats_widen_each_other():
             b, c = a.chunk(2)
             return b,
         ''',
+        # autocast's own cast, in the backward of a region of the user's, is no decomposition's
+        '''
+        def forward(x: "f32[4, 4] grad"):
+            a = x @ x
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                b = a @ a
+            return b,
+        ''',
         # AOTAutograd by itself gives an output in memory of its own
         '''
         def forward(x: "f32[4, 4] grad"):
