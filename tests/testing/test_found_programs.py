@@ -246,6 +246,12 @@ def test_two_low_formats_widen_each_other():
                 b = a @ a
             return b,
         ''',
+        # the decomposition of a product with a vector has casts of its own
+        '''
+        def forward(x: "f32[4, 4] whole"):
+            a, b = x.max(-1)
+            return torch.matmul(x, a),
+        ''',
         # AOTAutograd by itself gives an output in memory of its own
         '''
         def forward(x: "f32[4, 4] grad"):
