@@ -107,7 +107,9 @@ class Report:
                 "(a bare functional layer compiled by itself, a graph break before the first operation, or layers and "
                 "containers of torch.nn behind one, as in DistributedDataParallel(nn.Sequential(...)): wrap a class of your "
                 "own, or compile first, DistributedDataParallel(torch.compile(model, backend=amp))), or a torch.func "
-                "transform was applied around it, which PyTorch runs eagerly: compile the transform instead."
+                "transform was applied around it, which PyTorch runs eagerly: compile the transform instead. Or Dynamo has "
+                "compiled the same code 8 times before (torch._dynamo.config.recompile_limit), as for several Amps in one "
+                "process: it then runs that eagerly for whoever comes next."
             )
         else:
             yield _graph_table(self.graphs)

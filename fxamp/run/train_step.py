@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fxamp import errors
-from fxamp.run import capturable, reach, reduction, skipping, stepping, update, warming, writes
+from fxamp.run import capturable, ranks, reach, reduction, skipping, stepping, update, warming, writes
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.recorder import Graph, Recorder
@@ -40,6 +40,8 @@ MAX_SHAPES: Final = 8
 
 MAX_WORLDS: Final = 8
 """How often everything is recorded anew, because tensors moved or a hyperparameter changed, before nothing is any more."""
+
+_ONE_OF_MANY: Final = "torch.distributed is initialized, and collectives are not recorded yet"
 
 NUM_WARMUPS: Final = 2
 """Steps of each shape that run as they are, on the stream of the recording, before it: kernels are loaded, and tuned."""
@@ -235,7 +237,7 @@ class TrainStep:
         self._on_cuda = self._device.type == "cuda"
         self._why_plain = "cuda_graphs=False" if wish is False else ""
         if is_one_of_many:
-            self._why_plain = "torch.distributed is initialized, and collectives are not recorded yet"
+            self._why_plain = _ONE_OF_MANY
         if not self._on_cuda:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
         self._shapes: dict[Hashable, _Shape] = {}
@@ -305,6 +307,8 @@ class TrainStep:
     def _step(self, batch: Batch) -> Tensor:
         if self._scaler is not None:
             self._scaler.begin_round(self._task.optimizer)
+        if not self._why_plain and ranks.is_one_of_many():
+            self._give_up(_ONE_OF_MANY)
         if self._why_plain:
             return self._plain(batch, self._why_plain)
         self._look_around()
@@ -547,6 +551,7 @@ class TrainStep:
         with self._recorder.aside():
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
+                self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
                 with self._listening() as calls:
                     warming.step(self._loss, args, kwargs)
                 seen.append({id(x): x for _, given in calls for x in given if isinstance(x, Tensor)})

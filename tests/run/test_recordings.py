@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 
 import fxamp
 from fxamp import errors
-from fxamp.run import train_step
+from fxamp.run import ranks, train_step
 from fxamp.run.train_step import TrainStep
 from tests.run.tape import Recorder, taped
 from tests.run.test_train_step import CPU, batches, same, state_of
@@ -264,3 +264,27 @@ def test_switches_of_pytorch_are_those_of_the_recording(monkeypatch: pytest.Monk
     step(*data)
     assert step.summary().num_replayed == 3
     assert sum(count for why, count in step.summary().num_plain.items() if "another switch of PyTorch" in why) == 3
+
+
+def test_a_write_before_the_recording_is_not_one_of_the_models(monkeypatch: pytest.MonkeyPatch):
+    """Copies of weights that the model writes in the midst of a step are not left to the update; others are."""
+    b = Bench()
+    step = taped(b.amp.train_step(b.model, b.loss, b.optimizer), monkeypatch)
+    for i, (x, y) in enumerate(batches(CPU, 4)):
+        if i == 2:
+            b.model.load_state_dict({name: 0.5 * p for name, p in b.model.state_dict().items()})
+        step(x, y)
+    assert step.summary().num_replayed == 2
+    assert tuple(step._leaves)
+    assert step._leaves.can_be_followed()
+
+
+def test_a_process_that_becomes_one_of_many_records_no_more(monkeypatch: pytest.MonkeyPatch):
+    b = Bench()
+    step = taped(b.amp.train_step(b.model, b.loss, b.optimizer), monkeypatch)
+    b.run(step)
+    monkeypatch.setattr(ranks, "is_one_of_many", lambda: True)
+    monkeypatch.setattr(b.amp._scaling, "_agreed", lambda *numbers: numbers)
+    with pytest.warns(fxamp.FxampWarning, match="torch.distributed is initialized"):
+        b.run(step)
+    assert step.summary().num_replayed == 2
