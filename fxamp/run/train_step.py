@@ -266,11 +266,15 @@ class TrainStep:
         Args: as `Amp.train_step` says. Tensors are copied to the device of the model, without a wait where they are there
         or pinned.
         Raises: InvalidOption for a batch that cannot be split, requires a gradient, or holds something else than tensors,
-        numbers, strings and None; for hooks on weights that are younger than the step; after `close()`. FrozenWeights where
-        `Amp.freeze` holds a weight.
+        numbers, strings and None; for hooks on weights that are younger than the step; with gradients off; after `close()`.
+        FrozenWeights where `Amp.freeze` holds a weight.
         """
         if self._is_closed:
             raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
+        if not torch.is_grad_enabled():
+            raise errors.InvalidOption(
+                "a train step was called under torch.no_grad() or torch.inference_mode()", way_out="Call it outside of them"
+            )
         batch = Batch.of(args, kwargs)
         self._leaves.refuse_hooks()
         self._refuse_frozen(self._parameters)
