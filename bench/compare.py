@@ -11,7 +11,17 @@ from typing import Final
 
 import torch
 
-from bench.rows import CeilingsRow, Dispatch, Distributed, Machine, Measurement, PassTime, Row, ScheduledRun
+from bench.rows import (
+    CeilingsRow,
+    Dispatch,
+    Distributed,
+    Machine,
+    Measurement,
+    PassTime,
+    Row,
+    ScheduledRun,
+    VariantMemory,
+)  # fmt: skip
 from bench.systems import ANCHOR, CONTROL, REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -62,6 +72,8 @@ class Results:
     """In the order in which workloads, systems and seeds first appeared."""
     distributed: tuple[Distributed, ...] = ()
     """In the order in which workloads, strategies and systems first appeared."""
+    variants: tuple[VariantMemory, ...] = ()
+    """By number of variants."""
 
 
 def results_of(rows: Iterable[Row]) -> list[Results]:
@@ -79,6 +91,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
     dispatches: dict[str, Dispatch] = {}
     scheduled: dict[tuple[str, str, int], ScheduledRun] = {}
     distributed: dict[tuple[str, str, str], Distributed] = {}
+    variants: dict[int, VariantMemory] = {}
     for row in group:
         match row:
             case Measurement():
@@ -89,6 +102,8 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
                 pass_times[row.num_dynamo_nodes] = row
             case Dispatch():
                 dispatches[row.what] = row
+            case VariantMemory():
+                variants[row.num_variants] = row
             case ScheduledRun():
                 scheduled[row.workload, row.system, row.seed] = row
             case Distributed():
@@ -102,6 +117,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
         dispatches=tuple(dispatches.values()),
         scheduled=tuple(scheduled.values()),
         distributed=tuple(distributed.values()),
+        variants=tuple(variants[n] for n in sorted(variants)),
     )
 
 

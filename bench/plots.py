@@ -16,9 +16,9 @@ _COLOURS: Final = {"peer": "#8da0cb", "control": "#8da0cb", "ceiling": "#d9d9d9"
 
 
 def draw(all_results: Sequence[Results], folder: Path) -> list[Path]:
-    """SVGs of each machine and protocol: bars of time relative to the anchor for each workload, and the time of fxamp's passes
-    against the size of the graph. Returns the files."""
-    drawn = [draw_one(results, folder) for results in all_results for draw_one in (_bars, _passes)]
+    """SVGs of each machine and protocol: bars of time relative to the anchor for each workload, the time of fxamp's passes
+    against the size of the graph, and memory against the number of variants. Returns the files."""
+    drawn = [draw_one(results, folder) for results in all_results for draw_one in (_bars, _passes, _variants)]
     return [path for path in drawn if path is not None]
 
 
@@ -53,6 +53,25 @@ def _passes(results: Results, folder: Path) -> Path | None:
     axis.set_ylabel("CPU time, ms")
     axis.legend()
     return _save(figure, results, folder, "-passes")
+
+
+def _variants(results: Results, folder: Path) -> Path | None:
+    """Lines over the number of variants."""
+    if len(results.variants) < 2:
+        return None
+    figure, axis = plt.subplots(figsize=(6, 5))
+    numbers = [v.num_variants for v in results.variants]
+    for what, sizes in (
+        ("host", [v.host_bytes for v in results.variants]),
+        ("GPU", [v.device_bytes for v in results.variants]),
+    ):
+        if None not in sizes:
+            axis.plot(numbers, [size / 2**20 for size in sizes if size is not None], marker="o", label=what)
+    axis.set_xlabel("variants of a train step")
+    axis.set_ylabel("memory, MiB")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    return _save(figure, results, folder, "-variants")
 
 
 def _save(figure: Any, results: Results, folder: Path, what: str) -> Path:

@@ -426,7 +426,7 @@ def _not_measured(results: Results) -> list[str]:
 
 
 def _scaling(results: Results) -> list[str]:
-    lines = _passes(results) + _dispatch(results)
+    lines = _passes(results) + _dispatch(results) + _variants(results)
     for over in dict.fromkeys(m.sweep_over for m in _measurements(results) if m.sweep_over is not None):
         lines += _sweep(results, over)
     if not lines:
@@ -470,6 +470,27 @@ def _dispatch(results: Results) -> list[str]:
         ours, theirs = statistics.median(d.fxamp_us), statistics.median(d.inductor_us)
         difference = statistics.median(a - b for a, b in zip(d.fxamp_us, d.inductor_us, strict=True))
         lines.append(_line([d.what, f"{theirs:.1f}", f"{ours:.1f}", f"{difference:+.1f}"]))
+    return [*lines, ""]
+
+
+def _variants(results: Results) -> list[str]:
+    if not results.variants:
+        return []
+    num_parameters = results.variants[0].num_parameters
+    lines = [
+        f"What a train step of a network of {num_parameters / 1e6:.1f} million parameters holds, model and optimizer "
+        "included, in one precision, and with a ladder of two, between which more and more parts change on their own: each "
+        "combination is a variant. Resident memory of the host, what the allocator reserves of a GPU, and CPU seconds to "
+        "compile all variants.",
+        "",
+        *_table_head(["variants", "host, MiB", "a variant more, MiB", "GPU, MiB", "compile, s"]),
+    ]
+    for before, now in zip((None, *results.variants), results.variants, strict=False):
+        more = ""
+        if before is not None and now.host_bytes is not None and before.host_bytes is not None:
+            more = f"{(now.host_bytes - before.host_bytes) / 2**20 / (now.num_variants - before.num_variants):.1f}"
+        sizes = ["" if b is None else f"{b / 2**20:.0f}" for b in (now.host_bytes, now.device_bytes)]
+        lines.append(_line([str(now.num_variants), sizes[0], more, sizes[1], f"{now.compile_s:.1f}"]))
     return [*lines, ""]
 
 

@@ -171,6 +171,22 @@ class Dispatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VariantMemory:
+    """What a train step holds that is compiled in several combinations of precisions."""
+
+    run: Run
+    num_variants: int
+    num_parameters: int
+    host_bytes: int | None
+    """Resident memory more than before it was made; None where the system does not tell."""
+    device_bytes: int | None
+    """The same of a GPU, reserved by the allocator and by CUDA graphs; None without one."""
+    compile_s: float
+    """Of all variants together, with whatever torch's caches had."""
+    kind: Literal["variant_memory"] = "variant_memory"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduledRun:
     """One training of `bench.scheduler`."""
 
@@ -222,10 +238,12 @@ class Distributed:
     kind: Literal["distributed"] = "distributed"
 
 
-Row = Measurement | CeilingsRow | PassTime | Dispatch | ScheduledRun | Distributed
+Row = Measurement | CeilingsRow | PassTime | Dispatch | VariantMemory | ScheduledRun | Distributed
 
 
-_KINDS: Final[tuple[type[Row], ...]] = (Measurement, CeilingsRow, PassTime, Dispatch, ScheduledRun, Distributed)
+_KINDS: Final[tuple[type[Row], ...]] = (
+    Measurement, CeilingsRow, PassTime, Dispatch, VariantMemory, ScheduledRun, Distributed,
+)  # fmt: skip
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

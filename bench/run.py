@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from bench.config import Config
 from bench.contest import MIN_BUILD_S, Contest, Outcome
 from bench.crew import Crew, Hire
 from bench.measure import Work
-from bench.rows import CeilingsRow, Dispatch, Facts, Measurement, PassTime, Row
+from bench.rows import CeilingsRow, Dispatch, Facts, Measurement, PassTime, Row, VariantMemory
 from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply, Worker
 from bench.workloads import Workload
@@ -221,15 +222,24 @@ class Bench:
 
     # ---- scaling -----------------------------------------------------------------------------------------------------
     def _measure_scaling(self) -> None:
+        """What is quick comes first: a budget ends the rest."""
         is_quick = self.config.protocol == "quick"
-        for num_nodes in scaling.NUM_NODES_QUICK if is_quick else scaling.NUM_NODES:
-            reply = self.crew.try_device("measure_passes", num_nodes, timeout_s=min(scaling.TIMEOUT_S, self.crew.left_s()))
-            self.crew.say(f"passes on {num_nodes} nodes: {reply.reason or 'measured'}")
-            if reply.status == "ok":
-                facts: scaling.PassFacts = reply.value
-                self._write([PassTime(run=self.run, **vars(facts))])
         for facts in self.crew.ask_device("measure_dispatch"):
             self._write([Dispatch(run=self.run, **vars(facts))])
         if not is_quick:
+            reply = self._measure_on_device("measure_variants", what="memory of variants")
+            self._write(VariantMemory(run=self.run, **vars(facts)) for facts in reply.value or ())
+        for num_nodes in scaling.NUM_NODES_QUICK if is_quick else scaling.NUM_NODES:
+            reply = self._measure_on_device("measure_passes", num_nodes, what=f"passes on {num_nodes} nodes")
+            if reply.status == "ok":
+                self._write([PassTime(run=self.run, **vars(reply.value))])
+        if not is_quick:
             for workload in workloads.sweeps(self.config.device_type).values():
                 self._measure(workload, [name for name in systems.SWEPT if name in self.config.systems])
+
+    def _measure_on_device(self, method: str, *arguments: Any, what: str) -> Reply:
+        """What may take long, and may fail."""
+        timeout_s = min(scaling.TIMEOUT_S, max(self.crew.left_s(), 1.0))
+        reply = self.crew.try_device(method, *arguments, timeout_s=timeout_s)
+        self.crew.say(f"{what}: {reply.reason or 'measured'}")
+        return reply

@@ -1,12 +1,16 @@
-"""How fxamp's own costs grow: time of its stages with the size of the graph, and the cost of a call."""
+"""How fxamp's own costs grow: time of its stages with the size of the graph, the cost of a call, and memory with the number
+of variants."""
 
 from __future__ import annotations
 
+import gc
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 from unittest import mock
@@ -160,10 +164,10 @@ class DispatchFacts:
     fxamp_us: tuple[float, ...]
 
 
-def measure_dispatch(device_type: str) -> list[DispatchFacts]:
+def measure_dispatch(device_type: str, lower: str = "inductor") -> list[DispatchFacts]:
     """Calls what the back ends return for one tiny graph in fp32, in turns: the programs are the same, so that a
     difference is fxamp's. With a ladder, fp32 is one of two precisions; where it changes, there and back before each call."""
-    alone, ladder = {"precision": "fp32"}, {"ladder": ("bf16", "fp32")}
+    alone, ladder = {"precision": "fp32", "lower": lower}, {"ladder": ("bf16", "fp32"), "lower": lower}
     return [
         _dispatch(device_type, "inference", alone, trains=False),
         _dispatch(device_type, "training, forward", alone, trains=True),
@@ -175,10 +179,10 @@ def measure_dispatch(device_type: str) -> list[DispatchFacts]:
 def _dispatch(
     device_type: str, what: str, options: Mapping[str, Any], *, trains: bool, swaps: bool = False
 ) -> DispatchFacts:
-    inductor = torch._dynamo.lookup_backend("inductor")
+    peer = torch._dynamo.lookup_backend(options["lower"])
     amp = fxamp.Amp(**options, cuda_graphs=False)
     amp.set_precision("fp32")
-    calls = [_program(backend, device_type, trains=trains) for backend in (inductor, amp)]
+    calls = [_program(backend, device_type, trains=trains) for backend in (peer, amp)]
     if swaps:
         ours = calls[1]
 
@@ -218,3 +222,74 @@ def _program(backend: Callable[..., Any], device_type: str, *, trains: bool) -> 
         torch.compile(lambda x: F.gelu(layer(x)), backend=spy)(torch.randn(8, 8, device=device_type))
     (program,) = programs
     return program
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+NUM_REGIONS: Final = (None, 0, 1, 2)
+"""Parts of the model that change their precision on their own, beside the rest; None: nothing changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantFacts:
+    """What a train step holds, compiled in so many combinations of precisions."""
+
+    num_variants: int
+    num_parameters: int
+    host_bytes: int | None
+    device_bytes: int | None
+    compile_s: float
+
+
+def measure_variants(
+    device_type: str, lower: str = "inductor", num_regions: Sequence[int | None] = NUM_REGIONS
+) -> list[VariantFacts]:
+    """Train steps of one network, with more and more variants. All of them are kept until the last is measured: what one gives
+    back would hide what the next one takes."""
+    kept: list[object] = [_stepped(device_type, lower, 1)]  # the first also holds what is imported and set up once
+    found: list[VariantFacts] = []
+    for number in num_regions:
+        host_before, device_before, start_s = _resident_bytes(), _reserved_bytes(device_type), time.process_time()
+        amp, model, step = _stepped(device_type, lower, number)
+        compile_s = time.process_time() - start_s
+        kept.append((amp, model, step))
+        host_after, device_after = _resident_bytes(), _reserved_bytes(device_type)
+        found.append(
+            VariantFacts(
+                num_variants=max(len(g.variants) for g in amp.graphs),
+                num_parameters=sum(p.numel() for p in model.parameters()),
+                host_bytes=None if host_before is None or host_after is None else host_after - host_before,
+                device_bytes=None if device_before is None or device_after is None else device_after - device_before,
+                compile_s=compile_s,
+            )
+        )
+    return found
+
+
+def _stepped(device_type: str, lower: Any, num_regions: int | None) -> tuple[fxamp.Amp, nn.Module, object]:
+    """A train step that was compiled in all of its variants, and on a GPU recorded."""
+    options: dict[str, Any] = {"precision": "bf16"} if num_regions is None else {"ladder": ("bf16", "fp32")}
+    if num_regions:
+        options["regions"] = {f"part{i}": str(i) for i in range(num_regions)}
+    amp = fxamp.Amp(**options, lower=lower)
+    model = nn.Sequential(*(_Residual(256) for _ in range(4)))
+    model.to(device_type)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=device_type == "cuda")
+    step = amp.train_step(model, F.mse_loss, optimizer)
+    for _ in range(4):  # the third is recorded
+        step(torch.randn(8, 256, device=device_type), torch.randn(8, 256, device=device_type))
+    return amp, model, step
+
+
+def _resident_bytes() -> int | None:
+    """Memory of this process that is not swapped out. Linux says it in /proc."""
+    statm = Path("/proc/self/statm")
+    gc.collect()
+    return int(statm.read_text().split()[1]) * mmap.PAGESIZE if statm.exists() else None
+
+
+def _reserved_bytes(device_type: str) -> int | None:
+    if device_type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()

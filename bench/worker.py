@@ -105,6 +105,9 @@ class Server:
     def measure_dispatch(self) -> list[scaling.DispatchFacts]:
         return scaling.measure_dispatch(self.device_type)
 
+    def measure_variants(self) -> list[scaling.VariantFacts]:
+        return scaling.measure_variants(self.device_type)
+
     # -- of a workload -------------------------------------------------------------------------------------------------
     def build(self, name: str, num_parallel_builds: int) -> Facts:
         """Compiles and warms up. The first steps are those over which losses are compared."""

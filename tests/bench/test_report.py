@@ -6,7 +6,7 @@ import pytest
 
 from bench import compare, report, rows
 from bench.__main__ import RESULTS
-from bench.rows import Dispatch, PassTime
+from bench.rows import Dispatch, PassTime, VariantMemory
 from bench.systems import ANCHOR, CONTROL, REFERENCE
 from tests.bench.make import CPU, ceilings, distributed, facts, fxamp_facts, measurement, run
 from tests.house.source import ROOT
@@ -232,6 +232,19 @@ def test_growth():
     assert "| training | 15.0 | 18.0 | +3.0 |" in text
     assert text.index("| 2 | 1.00, 10 | 2.00, 20 |") < text.index("| 16 | 1.00, 10 | 16.00, 160 |")
     assert "### w16" not in text
+
+
+NOTHING_HELD = VariantMemory(run=run(), num_variants=1, num_parameters=1, host_bytes=0, device_bytes=None, compile_s=3.0)
+
+
+def test_memory_of_variants():
+    def holding(num_variants: int, mib: int) -> VariantMemory:
+        held = replace(NOTHING_HELD, num_variants=num_variants, host_bytes=mib * 2**20)
+        return replace(held, num_parameters=2_100_000)
+
+    text = page_of(*ROWS, holding(4, 70), holding(1, 40), holding(2, 50))
+    assert "2.1 million parameters" in text
+    assert "| 1 | 40 |  |  | 3.0 |\n| 2 | 50 | 10.0 |  | 3.0 |\n| 4 | 70 | 10.0 |  | 3.0 |" in text
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------

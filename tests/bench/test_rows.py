@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench import rows
-from bench.rows import Dispatch, PassTime
+from bench.rows import Dispatch, PassTime, VariantMemory
 from tests.bench.make import CPU, GPU, ceilings, distributed, facts, measurement, run
 
 ROWS = [
@@ -20,6 +20,7 @@ ROWS = [
     PassTime(run=run(), num_dynamo_nodes=10, num_joint_nodes=30, stage_ms={"plan": 1.0}, compile_s=2.0),
     Dispatch(run=run(machine=CPU), what="training", inductor_us=(1.0, 2.0), fxamp_us=(3.0, 4.0)),
     distributed("fxamp-bf16", memory=None, note="replayed"),
+    VariantMemory(run=run(), num_variants=2, num_parameters=10, host_bytes=None, device_bytes=4, compile_s=3.0),
 ]
 
 

@@ -18,7 +18,7 @@ from bench import rows, run, scaling
 from bench.config import Config
 from bench.contest import rotated
 from bench.measure import Ceilings, Launches, Memory, Work
-from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime
+from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime, VariantMemory
 from bench.run import Bench
 from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply
@@ -92,6 +92,9 @@ class Pretended:
 
     def measure_dispatch(self) -> list[scaling.DispatchFacts]:
         return [scaling.DispatchFacts(what="training", inductor_us=(1.0,), fxamp_us=(2.0,))]
+
+    def measure_variants(self) -> list[scaling.VariantFacts]:
+        return [scaling.VariantFacts(num_variants=2, num_parameters=10, host_bytes=5, device_bytes=None, compile_s=1.0)]
 
     def build(self, name: str, num_parallel_builds: int) -> Any:
         self.world.built.add(self.name)
@@ -507,6 +510,7 @@ def test_scaling(config):
     found = list(rows.read(bench.path))
     assert [r.num_dynamo_nodes for r in found if isinstance(r, PassTime)] == list(scaling.NUM_NODES)
     assert len([r for r in found if isinstance(r, Dispatch)]) == 1
+    assert [r.num_variants for r in found if isinstance(r, VariantMemory)] == [2]
     swept = [r for r in found if isinstance(r, Measurement)]
     assert {r.sweep_over for r in swept} == {"layers", "batch size"}
     assert {r.system for r in swept} == {ANCHOR, "fxamp-bf16"}

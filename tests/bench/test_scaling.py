@@ -43,7 +43,7 @@ def test_time_spent_in_functions_adds_up():
 def test_calls_of_both_programs_are_timed(monkeypatch):
     monkeypatch.setattr(scaling, "NUM_CALLS", 5)
     monkeypatch.setattr(scaling, "NUM_REPETITIONS", 3)
-    facts = scaling.measure_dispatch("cpu")
+    facts = scaling.measure_dispatch("cpu", lower="aot_eager")
     assert [f.what for f in facts] == [
         "inference",
         "training, forward",
@@ -62,3 +62,12 @@ def test_programs_compute_the_layer():
     (output,) = outputs
     assert output.shape == (8, 8)
     assert output.requires_grad
+
+
+@pytest.mark.slow  # compiles four train steps
+def test_memory_of_train_steps_with_more_and_more_variants():
+    found = scaling.measure_variants("cpu", lower="aot_eager", num_regions=(None, 1))
+    assert [f.num_variants for f in found] == [1, 4]
+    assert {f.device_bytes for f in found} == {None}
+    assert found[0].num_parameters == 4 * (2 * 256 * 256 + 4 * 256)
+    assert all(f.compile_s > 0 and f.host_bytes is not None for f in found)
