@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -232,12 +232,15 @@ def name_of(node: fx.Node) -> str | None:
 
     >>> `x.softmax_(-1)`, `torch.softmax`, `F.softmax`, `torch.special.softmax`, `aten.softmax.int`  ->  "softmax"
     """
+    target: Any = node.target
     if node.op == "call_function":
-        return _name_of_function(node.target)
-    return canonical(str(node.target)) if node.op == "call_method" else None
+        # Every stage asks about every node, and a model calls few functions. What is remembered lives on: nothing that may
+        # hold a user's tensors.
+        is_plain = target.__closure__ is None if isinstance(target, FunctionType) else isinstance(target, OpOverload)
+        return _remembered_name(target) if is_plain else _name_of_function(target)
+    return canonical(str(target)) if node.op == "call_method" else None
 
 
-@functools.lru_cache(maxsize=1024)  # every stage asks about every node, and a model calls few functions
 def _name_of_function(target: Any) -> str | None:
     if isinstance(target, OpOverload):
         namespace, _, name = target._schema.name.partition("::")
@@ -250,6 +253,9 @@ def _name_of_function(target: Any) -> str | None:
     if target in _IN_PLACE_OPERATORS:
         return canonical(_IN_PLACE_OPERATORS[target])
     return canonical(getattr(target, "__name__", "")) if _belongs_to_torch(target) else None
+
+
+_remembered_name: Final = functools.lru_cache(maxsize=1024)(_name_of_function)
 
 
 def _belongs_to_torch(target: Any) -> bool:

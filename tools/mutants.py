@@ -91,8 +91,12 @@ MUTANTS: Final = (
     *_each(
         "fxamp/capture.py",
         (OPAQUE, WRITERS),
-        ("writes: not through out=", "    written = _nodes_in(out)\n", "    written = _nodes_in(None)\n"),
-        ("writes: not by methods", 'if node.op == "call_method" and _is_in_place(str(target)):', "if False:"),
+        ("writes: not through out=", 'written = _nodes_in(node.kwargs.get("out"))', "written = _nodes_in(None)"),
+        (
+            "writes: not by methods",
+            "return written + _nodes_in(node.args[:1]) if _is_in_place(str(target)) else written",
+            "return written",
+        ),
         (
             "writes: not inside higher-order operations",
             "return written if pure else written + node.all_input_nodes",
@@ -235,11 +239,11 @@ MUTANTS: Final = (
         ),
         (
             "absorb: casts that round",
-            "widens = source.dtype != result.dtype and formats.is_lossless(source.dtype, result.dtype)",
-            "widens = source.dtype != result.dtype",
+            "if not formats.is_lossless(before, after) or not same_layout(source, result):",
+            "if not same_layout(source, result):",
         ),
-        ("absorb: whatever the strides", "return widens and same_layout(source, result)\n", "return widens\n"),
-        ("absorb: 0-dim operands decide", " and value.dim() > 0\n", "\n"),
+        ("absorb: whatever the strides", " or not same_layout(source, result):", ":"),
+        ("absorb: 0-dim operands decide", "value.dim() > 0 and value.dtype == _dtype(node)", "value.dtype == _dtype(node)"),
         (
             "absorb: sums in the narrow format",
             'graph.set_arguments(node, node.args, {**node.kwargs, "dtype": graph.value_of(node).dtype})',
@@ -247,8 +251,8 @@ MUTANTS: Final = (
         ),
         (
             "absorb: the user's own casts",
-            "if not graph.is_own_cast(node) and not graph.is_of_a_decomposition(node):",
-            "if False:",
+            "return graph.is_own_cast(node) or graph.is_of_a_decomposition(node)",
+            "return True",
         ),
     ),
     *_each(
@@ -326,7 +330,7 @@ MUTANTS: Final = (
         ("has no low kernel", 'return f"has no {formats.name(low)} kernel on {self.captured.device.type}"'),
         ("is a view, or writes in place", 'return f"in place: {written}" if written else "is a view here"'),
         ("has a shape that depends on data", 'return "its shape depends on data"'),
-        ("holds other floats", 'return f"a value is {formats.name(tensor.dtype)} in the user\'s program"'),
+        ("holds other floats", 'return f"a value is {formats.name(dtype)} in the user\'s program"'),
         ("holds more than plain tensors", 'return f"a value is a {type(tensor).__name__} with layout {tensor.layout}"'),
     ),
     *(
