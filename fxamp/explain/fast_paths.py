@@ -109,9 +109,9 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
             continue
         decision = plan.decisions.get(node.name)
         held = _held(node)
-        switch = _SWITCHES.get(kind, "") if held == {TRACED} else ""
         is_asked = plan.variant == "tf32" and held == {TRACED}
-        is_tf32 = is_asked or (bool(switch) and tf32.is_on(switch))
+        by_switch = _switched_on(kind) if held == {TRACED} and not is_asked else ""
+        is_tf32 = is_asked or bool(by_switch)
         computes = "tf32" if is_tf32 else "+".join(sorted(map(formats.name, held)))
         why = f"precision={plan.variant!r}" if plan.low == TRACED else decision.why if decision else ""
         slow = (None if is_tf32 else _wide(held, why, op)) or _emulated(computes, captured.device)
@@ -123,7 +123,7 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
             computes=computes,
             sizes=verdict.sizes,
             is_taken=not missed,
-            why=missed or verdict.price or ("" if is_asked or not is_tf32 else f"by torch.backends.{_SETTING[switch]}"),
+            why=missed or verdict.price or by_switch,
             advice=advice,
             where=where,
             code=code,
@@ -139,11 +139,11 @@ def _held(node: fx.Node) -> set[torch.dtype]:
     return {t.dtype for t in tensors if t.is_floating_point() or t.is_complex()}
 
 
-_SWITCHES: Final[Mapping[Kind, str]] = MappingProxyType({"matrix product": "matmul", "convolution": "conv"})
-_SETTING: Final[Mapping[str, str]] = MappingProxyType({
-    "matmul": "cuda.matmul.fp32_precision, which torch.set_float32_matmul_precision sets",
-    "conv": "cudnn.conv.fp32_precision, which is on by default",
+_SWITCHES: Final[Mapping[Kind, tuple[str, str]]] = MappingProxyType({
+    "matrix product": ("matmul", "cuda.matmul.fp32_precision, which torch.set_float32_matmul_precision sets"),
+    "convolution": ("conv", "cudnn.conv.fp32_precision, which is on by default"),
 })  # fmt: skip
+"""Which of PyTorch's switches for TF32 decides, as `tf32.is_on` and as people know it."""
 _CONVOLUTIONS: Final = frozenset(
     name for name in optable.AUTOCAST_LOW.split() if "conv" in name and name != "conv_tbc"
 )
@@ -166,6 +166,12 @@ def _wide(held: set[torch.dtype], why: str, op: str) -> tuple[str, str] | None:
     if wide != [TRACED]:
         return reason, "compute it in fp32, if the program does not need more"
     return reason, f"a rule 'op:{op}=low', where the operation allows it; or precision='tf32'"
+
+
+def _switched_on(kind: Kind) -> str:
+    """The switch by which fp32 products of a kind run as TF32 now; "" if they do not."""
+    operation, setting = _SWITCHES.get(kind, ("", ""))
+    return f"by torch.backends.{setting}" if operation and tf32.is_on(operation) else ""
 
 
 def _emulated(computes: str, device: torch.device) -> tuple[str, str] | None:

@@ -237,20 +237,19 @@ class Flags:
         if self._is_stale and not recorder.is_recording():
             self._is_stale = False  # first: the garbage collector may release slots at any time
             for others, mask in self._masks.items():
-                mask.copy_(self._belong(others), non_blocking=True)
+                mask.copy_(_on(self.device, self._belong(others)))
         found = self._masks.get(wanted)
         if found is None:
             if recorder.is_recording():
                 raise RuntimeError("a step is recorded whose flags are not settled")
-            found = self._masks[wanted] = self._belong(wanted).to(self.device, non_blocking=True)
+            found = self._masks[wanted] = _on(self.device, self._belong(wanted))
         return found
 
     def _belong(self, owners: Collection[int | None]) -> Tensor:
-        """For each slot, whether it belongs to one of these parameters; on the host, where the device need not wait for it."""
+        """For each slot, whether it belongs to one of these parameters; on the host."""
         mask = [owner in owners for owner in self._owners]
         mask += [False] * (len(self._store) - len(mask))
-        values = torch.tensor(mask)
-        return values.pin_memory() if self.device.type == "cuda" else values
+        return torch.tensor(mask)
 
 
 def _call(flags: weakref.ref[Flags], method: Callable[..., None], *args: Any) -> None:
