@@ -59,9 +59,13 @@ def _names(classes: tuple[type[Optimizer], ...]) -> str:
 def hyperparameters(optimizer: Optimizer) -> Hashable:
     """What a recording holds fast of an optimizer, to be compared: numbers by value, tensors by address."""
     return tuple(
-        (len(group["params"]), *(_frozen(value) for key, value in group.items() if key not in CHANGES))
-        for group in optimizer.param_groups
+        (len(group["params"]), *(_frozen(group[key]) for group, key in held_fast(group))) for group in optimizer.param_groups
     )
+
+
+def held_fast(group: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The places in a group of an optimizer that a recording holds fast."""
+    return [(group, key) for key in group if key not in CHANGES]
 
 
 def _frozen(value: Any) -> Hashable:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxamp import errors, formats
-from fxamp.run import stepping, writes
+from fxamp.run import skipping, stepping, writes
 
 Compiled = Callable[..., Any]
 
@@ -204,7 +204,7 @@ class WeightCopies:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped. Fused ones leave neither a mark on CUDA nor a new version."""
-        if self._slots and any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+        if self._slots and not self._known.keys().isdisjoint(skipping.ids(optimizer)):
             self.expire()
 
     # ---- asking ---------------------------------------------------------------------------------------------------------
@@ -224,6 +224,8 @@ class WeightCopies:
 
     def refuse_gradients(self, inputs: Sequence[Any]) -> None:
         """Raises FrozenWeights if a graph that is compiled for calls with gradients has weights that were to get one."""
+        if not self._slots:
+            return
         trained = {id(slot.weight): slot.path for slot in self._slots if slot.trains}
         paths = [trained[id(value)] for value in inputs if id(value) in trained]
         if paths and torch.is_grad_enabled():

@@ -9,19 +9,23 @@ the weights; it then asks, before each replay, whether anybody else has written 
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxamp import errors
-from fxamp.run import stepping, writes
+from fxamp.run import skipping, stepping, writes
 
 Compiled = Callable[..., Any]
+
+HOOKS_OF_WEIGHTS: Final = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Those that run when its gradient arrives; None, or an empty dict, where there are none."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -167,8 +171,10 @@ class LowLeaves:
         """Can the update write the copies, for the next step?"""
         return not any(leaf.is_restless for leaf in self)
 
-    def bring_up_to_date(self, leaves: Iterable[Leaf]) -> None:
+    def bring_up_to_date(self, leaves: Collection[Leaf]) -> None:
         """Before a step that does not write these copies itself: copies what may have been written since. Reads no memory."""
+        if _are_current(leaves):
+            return
         stale = [leaf for leaf in leaves if not leaf.is_current()]
         for leaf in stale:
             writes.mark(leaf.weight)  # what is written behind the mark is seen
@@ -185,12 +191,12 @@ class LowLeaves:
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Somebody else's optimizer has stepped. Fused ones leave neither a mark on CUDA nor a new version."""
-        if self._ever and any(id(p) in self._eligible for group in optimizer.param_groups for p in group["params"]):
+        if self._ever and not self._eligible.keys().isdisjoint(skipping.ids(optimizer)):
             self.forget()
 
     def refuse_hooks(self) -> None:
         """Raises: InvalidOption for a hook that was put on a weight since, and would never run."""
-        if not all(map(_has_no_hooks, self._eligible.values())):
+        if any(map(any, map(HOOKS_OF_WEIGHTS, self._eligible.values()))):
             raise errors.InvalidOption(
                 "a hook was registered on a weight after its train step was made, which computes with a copy of the weight",
                 way_out="Register hooks first, then call amp.train_step(...): such weights are then computed with themselves",
@@ -231,10 +237,22 @@ def _copy(leaves: Sequence[Leaf]) -> None:
         leaf.note_copied()
 
 
+def _are_current(leaves: Collection[Leaf]) -> bool:
+    """Is every one of them? As `Leaf.is_current`, in loops that run in C: each replay asks it of all."""
+    weights = list(map(operator.attrgetter("weight"), leaves))
+    told = map(operator.attrgetter("is_known", "version"), leaves)
+    return (
+        list(told) == [(True, weight._version) for weight in weights]
+        and all(map(operator.attrgetter("requires_grad"), weights))
+        and list(map(operator.attrgetter("layout"), leaves)) == list(zip(*writes.layouts(weights), strict=True))
+        and writes.are_marked_and_alone(weights)
+    )
+
+
 def _is_plain(weight: Tensor) -> bool:
     """Is it a weight whose gradient nobody but the optimizer waits for?"""
     return type(weight) is nn.Parameter and weight.dtype == torch.float32 and _has_no_hooks(weight)
 
 
 def _has_no_hooks(weight: Tensor) -> bool:
-    return not (weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+    return not any(HOOKS_OF_WEIGHTS(weight))

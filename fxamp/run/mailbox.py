@@ -22,15 +22,22 @@ class Mailbox:
 
     def __init__(self, lag_steps: int | None = None) -> None:
         self._lag_steps = lag_steps
-        self._posted: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        self._posted: deque[_Message] = deque()
+        self._spare: list[_Message] = []
+        """Read: to be sent off again, for pinned memory and events are dear."""
 
     def post(self, values: Tensor) -> Tensor | None:
         """Sends off values, of any shape, and returns those that arrive with it, on the host; None while none have."""
-        self._posted.append(_send(values))
+        self._posted.append(self._send(values))
         lag = self._lag_steps
         if lag is None:
             lag = LAG_STEPS if values.is_cuda else 0
-        return _wait_for(self._posted.popleft()) if len(self._posted) > lag else None
+        if len(self._posted) <= lag:
+            return None
+        message = self._posted.popleft()
+        arrived = _wait_for(message)
+        self._spare = [message]
+        return arrived
 
     def read_waiting(self) -> list[Tensor]:
         """What is on its way, oldest first. Waits for the device; it stays on its way."""
@@ -40,19 +47,25 @@ class Mailbox:
         """Puts what was on its way, host tensors, in place of what is."""
         self._posted = deque((value, None) for value in values)
 
+    def _send(self, values: Tensor) -> _Message:
+        values = values.detach()
+        if not values.is_cuda:
+            return values.clone(), None
+        sent, event = self._spare.pop() if self._spare else (None, None)
+        if sent is None or event is None or (sent.shape, sent.dtype) != (values.shape, values.dtype):
+            sent, event = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
+        sent.copy_(values, non_blocking=True)
+        event.record()
+        return sent, event
 
-def _send(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    if not values.is_cuda:
-        return values.detach().clone(), None
-    sent = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    sent.copy_(values.detach(), non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return sent, event
+
+_Message = tuple[Tensor, torch.cuda.Event | None]
+"""On the host, and when it has arrived there; None: it has."""
 
 
-def _wait_for(message: tuple[Tensor, torch.cuda.Event | None]) -> Tensor:
+def _wait_for(message: _Message) -> Tensor:
     sent, event = message
-    if event is not None:
-        event.synchronize()
-    return sent
+    if event is None:
+        return sent
+    event.synchronize()
+    return sent.clone()  # what is sent next overwrites it

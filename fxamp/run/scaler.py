@@ -213,7 +213,7 @@ class Scaler:
         is another."""
         return self._attached[optimizer].settled(optimizer) if optimizer in self._attached else ()
 
-    def settled_for(self, ids: set[int], device: torch.device) -> tuple[Tensor, ...]:
+    def settled_for(self, ids: frozenset[int], device: torch.device) -> tuple[Tensor, ...]:
         """See `settled`; parameters by id, and where they are."""
         tensors = [*self.state_on(device).tensors, *self._replicas.values()]
         for flags in self._flags.values():

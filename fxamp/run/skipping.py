@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
@@ -42,9 +43,16 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def ids(optimizer: Optimizer) -> set[int]:
-    """The ids of all its parameters, by which flags know them."""
-    return set(map(id, parameters(optimizer)))
+_IDS: Final[weakref.WeakKeyDictionary[Optimizer, tuple[list[int], frozenset[int]]]] = weakref.WeakKeyDictionary()
+
+
+def ids(optimizer: Optimizer) -> frozenset[int]:
+    """The ids of all its parameters, by which flags know them. The same object as long as the parameters are the same: what
+    is found by it need not be hashed anew in each step."""
+    now, known = list(map(id, parameters(optimizer))), _IDS.get(optimizer)
+    if known is None or known[0] != now:
+        known = _IDS[optimizer] = now, frozenset(now)
+    return known[1]
 
 
 def check(optimizer: Optimizer) -> None:

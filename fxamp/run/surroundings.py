@@ -7,7 +7,8 @@ import enum
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import Any, Final, NamedTuple
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxamp.run import capturable, writes
+from fxamp.run import capturable, skipping, writes
+from fxamp.run.leaves import HOOKS_OF_WEIGHTS
 
 _SIMPLE: Final = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
+_Space = dict[str, Any]
+_Place = tuple[_Space, str]
 MAX_LENGTH: Final = 64
 """Of sequences that are looked at number by number."""
 
@@ -27,6 +31,8 @@ class World(NamedTuple):
 
     modules: Hashable
     """Which there are; the model that a step was made for may get others in their places."""
+    parameters: Hashable
+    """Those that the optimizer has."""
     parameters_or_buffers: Hashable
     attributes: Hashable
     """Python's numbers and words, of modules and of the loss function, which programs are specialized on."""
@@ -43,8 +49,29 @@ class World(NamedTuple):
         return " and ".join(name.replace("_", " ") for name in names)
 
 
+class _Glance(NamedTuple):
+    """What was there, as objects."""
+
+    objects: Sequence[object]
+    """Modules, parameters and buffers."""
+    fixed: Sequence[object]
+    """Numbers and words that cannot be other ones as long as they are the same objects."""
+    lengths: Sequence[int]
+    """Of the optimizer's groups: keys may be added."""
+    places: Sequence[object]
+    frozen: Sequence[Hashable]
+    """The same, to be compared by value."""
+    parameters: Sequence[Tensor]
+    """Of the optimizer."""
+    states: Sequence[Tensor]
+    settled: Sequence[Tensor]
+
+
 class Surroundings:
-    """Of one train step. Holds its modules, so that no other one comes by the id of one of them."""
+    """Of one train step. Holds its modules, so that no other one comes by the id of one of them.
+
+    `look` sees all of it; `glance` hands out a check that nothing has been touched since, at a tenth of the price.
+    """
 
     def __init__(
         self,
@@ -56,7 +83,7 @@ class Surroundings:
         """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes."""
         self._find, self._optimizer, self._loss_fn, self._settled = modules, optimizer, loss_fn, settled
         self.modules: Sequence[nn.Module] = ()
-        self._attributes: list[tuple[dict[str, Any], str]] = []
+        self._attributes: list[_Place] = []
         self.watched: Sequence[nn.Module] = ()
         """Those too that the loss function finds in its closure."""
         self._numbers: list[Callable[[], Any]] = []
@@ -71,8 +98,8 @@ class Surroundings:
         named = list(_places_of(self._loss_fn))
         roots = [value for place in named if isinstance(value := place(), nn.Module)]
         self.watched = list(dict.fromkeys((*self.modules, *(m for root in roots for m in root.modules()))))
-        self._children = [m._modules for m in self.watched]
-        self._own = [of for m in self.watched for of in (m._parameters, m._buffers)]
+        self._children: list[_Space] = [m._modules for m in self.watched]
+        self._own: list[_Space] = [of for m in self.watched for of in (m._parameters, m._buffers)]
         self._attributes = [
             (vars(m), name)
             for m in self.watched
@@ -82,10 +109,10 @@ class Surroundings:
         self._numbers = [place for place in named if isinstance(value := place(), nn.Module) or _is_plain(value)]
 
     def look(self) -> World:
-        """What there is now. Called before each replay: what it walks along is at hand."""
-        states = itertools.chain.from_iterable(map(dict.values, self._optimizer.state.values()))
+        """What there is now."""
         return World(
-            modules=tuple(map(id, itertools.chain.from_iterable(map(dict.values, self._children)))),
+            modules=tuple(map(id, _values(self._children))),
+            parameters=tuple(map(id, skipping.parameters(self._optimizer))),
             parameters_or_buffers=writes.layouts(self.owns()),
             attributes=(
                 *[value if type(value := d.get(name)) in _SIMPLE else _frozen(value) for d, name in self._attributes],
@@ -93,25 +120,83 @@ class Surroundings:
             ),
             tensors=tuple(_of_tensor(place()) for place in self._places),
             hyperparameters=capturable.hyperparameters(self._optimizer),
-            optimizer_state=writes.addresses([t for t in states if isinstance(t, Tensor)]),
-            hooks=(
-                *self._optimizer._optimizer_step_pre_hooks,
-                *self._optimizer._optimizer_step_post_hooks,
-                *(len(hooks) for hooks in self._hooks_of_weights()),
-            ),
+            optimizer_state=writes.addresses([t for t in self._states() if isinstance(t, Tensor)]),
+            hooks=self._hooks(),
             loss_scaling=writes.addresses(self._settled()),
         )
 
-    def _hooks_of_weights(self) -> Iterator[Sequence[Any]]:
-        for group in self._optimizer.param_groups:
-            for p in group["params"]:
-                for hooks in (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None)):
-                    if hooks:
-                        yield hooks
+    def glance(self) -> Callable[[], bool]:
+        """To be asked before each replay: does `look` certainly see what it sees now? Most is told by objects being the same
+        ones, in loops that run in C; where one is not, but equal, the answer is no.
+
+        What it holds it keeps alive, so that nothing else comes by the place of what is gone.
+        """
+        optimizer = self._optimizer
+        objects = [*_values(self._children), *_values(self._own)]
+        attributes = [(space, name) for space, name in self._attributes]
+        of_groups = [place for group in optimizer.param_groups for place in capturable.held_fast(group)]
+        fixed = [(space, name) for space, name in (*attributes, *of_groups) if _is_fixed(space.get(name))]
+        others = [(space, name) for space, name in (*attributes, *of_groups) if not _is_fixed(space.get(name))]
+        # Numbers, or modules or tensors, in places of all kinds: few.
+        places = [*(functools.partial(_get, place) for place in others), *self._numbers, *self._places]
+        looked_up = [place() for place in places]
+        states = list(self._states())
+        are_tensors = [isinstance(t, Tensor) for t in states]
+        tensors = [t for t in (*objects, *looked_up) if isinstance(t, Tensor)]
+        before = _Glance(
+            objects=objects,
+            fixed=[space.get(name) for space, name in fixed],
+            lengths=list(map(len, optimizer.param_groups)),
+            places=looked_up,
+            frozen=[_frozen(value) for value in looked_up],
+            parameters=skipping.parameters(optimizer),
+            states=list(itertools.compress(states, are_tensors)),
+            settled=self._settled(),
+        )
+        owned, addresses = (tensors, (*before.states, *before.settled))
+        layouts, others_addresses = writes.layouts(owned), writes.addresses(addresses)
+        spaces, names = [space for space, _ in fixed], [name for _, name in fixed]
+        hooks, walks = self._hooks(), (*self._children, *self._own)
+
+        def is_untouched() -> bool:
+            found, states_now = [place() for place in places], list(self._states())
+            return (
+                len(states_now) == len(are_tensors)
+                and _are_same(before.states, itertools.compress(states_now, are_tensors))
+                and _are_same(before.objects, _values(walks))
+                and _are_same(before.fixed, map(dict.get, spaces, names))
+                and _are_same(before.parameters, skipping.parameters(optimizer))
+                and _are_same(before.settled, self._settled())
+                and _are_same(before.places, found)
+                and before.frozen == list(map(_frozen, found))
+                and before.lengths == list(map(len, optimizer.param_groups))
+                and layouts == writes.layouts(owned)
+                and others_addresses == writes.addresses(addresses)
+                and hooks == self._hooks()
+            )
+
+        return is_untouched
+
+    def _states(self) -> Iterator[Any]:
+        return _values(self._optimizer.state.values())
+
+    def _hooks(self) -> Hashable:
+        optimizer = self._optimizer
+        of_weights = map(HOOKS_OF_WEIGHTS, skipping.parameters(optimizer))
+        return (
+            *optimizer._optimizer_step_pre_hooks,
+            *optimizer._optimizer_step_post_hooks,
+            *(len(hooks) for hooks in itertools.chain.from_iterable(filter(any, of_weights)) if hooks),
+        )
 
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
-        return [t for t in itertools.chain.from_iterable(map(dict.values, self._own)) if t is not None]
+        return [t for t in _values(self._own) if t is not None]
+
+    def switches(self) -> tuple[Sequence[bool], Sequence[bool]]:
+        """Which modules are in training, and which parameters of the optimizer are trained."""
+        trained = map(_REQUIRES_GRAD, skipping.parameters(self._optimizer))
+        return tuple(map(_TRAINING, self.watched)), tuple(trained)
 
     def watch(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """From now on looks at the places where these stand, too. Returns those for which it has found none."""
@@ -126,6 +211,47 @@ class Surroundings:
             self._places += [where[id(t)] for t in missing if id(t) in where]
             missing = [t for t in missing if id(t) not in where]
         return missing
+
+
+def guard_of(function: Callable[..., Any], variables: Mapping[str, Any]) -> Callable[[], bool]:
+    """Would Dynamo still run the program of a compiled function that it runs now? It knows what its program was specialized
+    on: numbers in objects of the user's too, which no module and no closure holds.
+
+    Args: function: as it was given to `torch.compile`; variables: its arguments and free variables, by name, which are held.
+    What lies behind a graph break is not seen, for it has frames of its own.
+    """
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for entry in _debug_get_cache_entry_list(function.__code__):
+        check: Callable[[Mapping[str, Any]], bool] = entry.guard_manager.check
+        if check(variables):  # the first one is the one that runs
+            return lambda: check(variables)
+    return lambda: True
+
+
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+_TRAINING: Final = operator.attrgetter("training")
+
+
+def _values(spaces: Iterable[_Space]) -> Iterator[Any]:
+    """Of many dicts."""
+    return itertools.chain.from_iterable(map(dict.values, spaces))
+
+
+def _get(place: _Place) -> Any:
+    space, name = place
+    return space.get(name)
+
+
+def _are_same(before: Sequence[object], now: Iterable[object]) -> bool:
+    """The same objects, in the same order?"""
+    found = list(now)
+    return len(found) == len(before) and all(map(operator.is_, found, before))
+
+
+def _is_fixed(value: object) -> bool:
+    """Is it what it was as long as it is the same object?"""
+    return all(map(_is_fixed, value)) if type(value) is tuple else type(value) in _SIMPLE or isinstance(value, enum.Enum)
 
 
 def _places_of(function: Any) -> Iterator[Callable[[], Any]]:

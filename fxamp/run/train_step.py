@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import inspect
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,7 @@ from fxamp.run import capturable, ranks, reach, reduction, skipping, stepping, u
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.recorder import Graph, Recorder
-from fxamp.run.surroundings import Surroundings, World
+from fxamp.run.surroundings import Surroundings, World, guard_of
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -40,6 +43,8 @@ MAX_SHAPES: Final = 8
 
 MAX_WORLDS: Final = 8
 """How often everything is recorded anew, because tensors moved or a hyperparameter changed, before nothing is any more."""
+
+_GRAD: Final = operator.attrgetter("grad")
 
 _ONE_OF_MANY: Final = "torch.distributed is initialized, and collectives are not recorded yet"
 
@@ -81,17 +86,36 @@ class Task:
         return list(dict.fromkeys(m for root in roots for m in root.modules()))
 
 
+class Structure(NamedTuple):
+    """How arguments are nested."""
+
+    spec: TreeSpec
+    words: str
+    """Equal for what is nested alike."""
+
+
+@functools.cache
+def _flat(num_args: int) -> Structure:
+    """Of so many positional arguments, none of them nested."""
+    spec = tree_flatten(((0,) * num_args, {}))[1]
+    return Structure(spec, str(spec))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The arguments of one call: its tensors, and everything else."""
 
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]
-    spec: TreeSpec
+    structure: Structure
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Batch:
-        leaves, spec = tree_flatten((args, dict(kwargs)))
+        if not kwargs and all(isinstance(x, Tensor) for x in args):  # nearly all: nothing to flatten
+            leaves, structure = args, _flat(len(args))
+        else:
+            leaves, spec = tree_flatten((args, dict(kwargs)))
+            structure = Structure(spec, str(spec))
         tensors = tuple(x for x in leaves if isinstance(x, Tensor))
         if any(x.requires_grad for x in tensors):
             raise errors.InvalidOption(
@@ -104,17 +128,19 @@ class Batch:
                 f"an argument of the step holds a {type(strange).__name__}, in which nobody would see a change",
                 way_out="Give tensors, numbers, strings or None, or tuples, lists and dicts of them",
             )
-        return Batch(tensors=tensors, others=tuple(_A_TENSOR if isinstance(x, Tensor) else x for x in leaves), spec=spec)
+        others = tuple(_A_TENSOR if isinstance(x, Tensor) else x for x in leaves)
+        return Batch(tensors=tensors, others=others, structure=structure)
 
     def key(self) -> Hashable:
         """Equal for batches that one recording serves."""
         layouts = tuple((x.shape, x.stride(), x.dtype) for x in self.tensors)
-        return layouts, tuple((type(x), repr(x)) for x in self.others), str(self.spec)
+        others = tuple(x if x is _A_TENSOR else (type(x), repr(x)) for x in self.others)
+        return layouts, others, self.structure.words
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these tensors in place of its own."""
         rest = iter(tensors)
-        return tree_unflatten([next(rest) if x is _A_TENSOR else x for x in self.others], self.spec)
+        return tree_unflatten([next(rest) if x is _A_TENSOR else x for x in self.others], self.structure.spec)
 
     def parts(self, tensors: Sequence[Tensor], num: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each micro-batch: equal parts along the first dimension; tensors without one are for all.
@@ -154,6 +180,8 @@ class _Recording:
     held: tuple[object, ...]
     """What it reads beside that and has no other owner for sure: programs, whose constants it reads; stores and masks of
     flags, which grow and are made anew; tensors that somebody may replace."""
+    is_what_would_run: Callable[[], bool]
+    """Would Dynamo run these programs, as things stand?"""
     switches: Any
     """Those of PyTorch that programs are compiled for: autocast, deterministic algorithms, and so on; with `.check()`."""
     leaves: tuple[Leaf, ...]
@@ -231,7 +259,8 @@ class TrainStep:
         self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
         """Of graphs, with what they were called with; None: nobody asks."""
-        self._loss = torch.compile(task.objective(), backend=self._noting(functools.partial(backend, self._leaves)))
+        self._objective = task.objective()
+        self._loss = torch.compile(self._objective, backend=self._noting(functools.partial(backend, self._leaves)))
         self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
         self._on_cuda = self._device.type == "cuda"
@@ -242,6 +271,8 @@ class TrainStep:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
+        self._is_untouched: Callable[[], bool] = _unknown
+        """Is the world certainly what it was?"""
         self._num_worlds = 0
         self._recorder = None if self._why_plain else Recorder(self._device)
         if self._on_cuda and not update.why_not(task.optimizer):
@@ -297,6 +328,7 @@ class TrainStep:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
         self._shapes.clear()
+        self._is_untouched = _unknown
         self._recorder = None
 
     def __enter__(self) -> TrainStep:
@@ -316,7 +348,7 @@ class TrainStep:
         if self._why_plain:
             return self._plain(batch, self._why_plain)
         self._look_around()
-        if any(t.grad is not None for t in self._surroundings.owns()):
+        if not all(map(operator.is_, map(_GRAD, self._surroundings.owns()), itertools.repeat(None))):
             self._drop_gradients()  # somebody's, of which a replay knows nothing
         key = batch.key()
         shape = self._shapes.get(key)
@@ -336,6 +368,9 @@ class TrainStep:
         recording = shape.recordings[place]
         if not recording.switches.check():
             return self._plain(batch, "autocast, or another switch of PyTorch, stands otherwise than when it was recorded")
+        if not recording.is_what_would_run():
+            self._begin_anew("values that its program was compiled for")
+            return self._plain(batch, self._why_plain or "warming up")
         if shape.inputs:
             torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
         self._rates.refresh()
@@ -477,18 +512,28 @@ class TrainStep:
     # ---- recording ------------------------------------------------------------------------------------------------------
     def _look_around(self) -> None:
         """Forgets what was recorded with tensors that are elsewhere now, or with other numbers."""
-        world, before = self._surroundings.look(), self._world
-        if world == before:
+        if self._is_untouched():
             return
-        self._surroundings.refresh()
-        self._world = self._surroundings.look()
-        if any(shape.recordings for shape in self._shapes.values()):
+        world, before = self._surroundings.look(), self._world
+        if world != before:
+            self._surroundings.refresh()
+            self._world = self._surroundings.look()
+        self._is_untouched = self._surroundings.glance()
+        if world != before and any(shape.recordings for shape in self._shapes.values()):
             assert before is not None
-            self._num_worlds += 1
-            self._shapes.clear()
-            if self._num_worlds == MAX_WORLDS:
-                what = world.changed_since(before)
-                self._give_up(f"it was to be recorded anew {MAX_WORLDS} times, at last for other {what}")
+            self._begin_anew(world.changed_since(before))
+
+    def _begin_anew(self, what: str) -> None:
+        """All recordings were made with other values of `what`."""
+        self._num_worlds += 1
+        self._shapes.clear()
+        if self._num_worlds == MAX_WORLDS:
+            self._give_up(f"it was to be recorded anew {MAX_WORLDS} times, at last for other {what}")
+
+    def _variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the objective finds by name, when it is called with these."""
+        free = inspect.getclosurevars(self._objective).nonlocals
+        return {**free, "batch": args, "named": kwargs}
 
     def _settled(self) -> tuple[Tensor, ...]:
         """What loss scaling reads and writes."""
@@ -512,9 +557,7 @@ class TrainStep:
 
     def _place(self) -> Hashable:
         """What may change without anything being recorded anew for good: a recording for each."""
-        switches = tuple(m.training for m in self._surroundings.watched)
-        trained = tuple(p.requires_grad for p in self._parameters)
-        return tuple(self._precisions.current().items()), switches, trained
+        return tuple(self._precisions.current().items()), *self._surroundings.switches()
 
     def _record_all(self, batch: Batch, shape: _Shape) -> None:
         """Records the step in every precision that can occur. Recording runs nothing on the device."""
@@ -584,6 +627,7 @@ class TrainStep:
             )
         if strangers and self._world is not None:
             self._world = self._world._replace(tensors=self._surroundings.look().tensors)
+            self._is_untouched = _unknown
         return strangers
 
     @contextlib.contextmanager
@@ -608,7 +652,7 @@ class TrainStep:
         assert self._recorder is not None
         known = capturable.state_of(self._task.optimizer)
         if follows:
-            self._leaves.bring_up_to_date(self._leaves)
+            self._leaves.bring_up_to_date(tuple(self._leaves))
         settled = self._settled()
         room = self._room = None if self._update is None else self._update.reserve()
         try:
@@ -628,6 +672,7 @@ class TrainStep:
             loss=loss,
             room=room,
             held=(*settled, *read, *(program for program, _ in calls)),
+            is_what_would_run=guard_of(self._objective, self._variables(*batch.parts(shape.inputs, self._task.accumulate)[0])),
             switches=GlobalStateGuard(),
             leaves=leaves,
             lows=tuple(leaf.low for leaf in leaves),
@@ -654,6 +699,10 @@ class TrainStep:
         self._shapes.clear()
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
+
+
+def _unknown() -> bool:
+    return False
 
 
 def _static(x: Tensor, device: torch.device) -> Tensor:

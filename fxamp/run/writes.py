@@ -14,6 +14,7 @@ too: `watch_lists` makes them take it away.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -64,6 +65,15 @@ def unmark(tensor: Tensor) -> None:
 def is_alone(tensor: Tensor) -> bool:
     """Is its memory no one else's?"""
     return num_owners(tensor.untyped_storage()) <= 2  # the tensor, and what was just asked
+
+
+def are_marked_and_alone(tensors: Sequence[Tensor]) -> bool:
+    """`is_marked` and `is_alone`, of all of them."""
+    if not all(map(torch._C._is_cow_tensor, tensors)):  # pyright: ignore[reportAttributeAccessIssue]
+        return False
+    storages = list(map(Tensor.untyped_storage, tensors))
+    counts = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))  # pyright: ignore[reportAttributeAccessIssue]
+    return max(counts, default=0) <= 2
 
 
 def num_owners(storage: torch.UntypedStorage) -> int:

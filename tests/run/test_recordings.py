@@ -29,6 +29,13 @@ class Small(nn.Module):
         return self.g(self.drop(torch.tanh(self.f(x))) * self.plain) * self.gain
 
 
+class Settings:
+    """Of the user's: neither a module's nor the loss function's."""
+
+    def __init__(self) -> None:
+        self.share, self.nested = 1.0, {"reduction": "mean"}
+
+
 class Bench:
     """A training of its own."""
 
@@ -38,12 +45,13 @@ class Bench:
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
         self.teacher = nn.Linear(4, 4).requires_grad_(False)
         self.weight, self.factor = torch.ones(4), 1.0
+        self.settings = Settings()
         self.another: fxamp.Amp | None = None
         self.amp = fxamp.Amp(**{"precision": "fp16", "lower": "aot_eager", **options})
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.teacher(x * self.weight), y) * self.factor
-
+        loss = F.mse_loss(self.teacher(x * self.weight), y, reduction=self.settings.nested["reduction"])
+        return loss * self.factor * self.settings.share
 
     def run(self, step: TrainStep, count: int = 4) -> list[Tensor]:
         torch.manual_seed(0)
@@ -103,6 +111,8 @@ CHANGES: dict[str, Callable[[Bench], object]] = {
     "a dropout's p is another": lambda b: setattr(b.model.drop, "p", 0.5),
     "a number of a module is another": lambda b: setattr(b.model, "gain", 0.5),
     "a number of the loss is another": lambda b: setattr(b, "factor", 0.5),
+    "a number of the user's is another": lambda b: setattr(b.settings, "share", 0.5),
+    "a number deep in the user's is another": lambda b: b.settings.nested.update(reduction="sum"),
     "a tensor of a module is another": lambda b: setattr(b.model, "plain", torch.full((8,), 0.5)),
     "a tensor of the loss is another": lambda b: setattr(b, "weight", torch.full((4,), 0.5)),
     "it is another once more": lambda b: setattr(b, "weight", torch.full((4,), 0.25)),
@@ -123,6 +133,7 @@ SOME = (
     "nothing",
     "the optimizer's state is gone",
     "a number of a module is another",
+    "a number of the user's is another",
     "a tensor of the loss is another",
     "there are gradients already",
     "compiled programs are gone",

@@ -1,0 +1,194 @@
+"""What a recorded step looks at before each replay: a glance must not miss what a look sees, and has to be cheap."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+
+import fxamp
+from fxamp.run import capturable
+from fxamp.run.surroundings import Surroundings
+from tests.run.tape import taped
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    OTHER = 2
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.norm, self.nothing = nn.Linear(4, 4), nn.BatchNorm1d(4), None
+        self.word, self.sizes, self.nested, self.kind = "a", [1, 2], ([1], 2), Kind.ONE
+        self.gain, self.plain = 1.0, torch.ones(4)
+
+
+class Everything:
+    """All that a step depends on."""
+
+    def __init__(self) -> None:
+        self.model: Any = Part()
+        self.optimizer: Any = optim.AdamW(self.model.parameters(), lr=0.1, betas=(0.9, 0.99))
+        self.factor, self.offset = 2.0, torch.ones(4)
+        self.masks = (torch.zeros(3),)
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+        self.surroundings = Surroundings(lambda: list(self.model.modules()), self.optimizer, self.loss, lambda: self.masks)
+        assert self.surroundings.watch([self.model.plain]) == []
+
+    def loss(self, out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(out + self.offset, target) * self.factor
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[0]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self.optimizer.state[self.model.f.weight]
+
+
+def _hook(w: Everything) -> None:
+    w.model.f.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def _pop(w: Everything) -> None:
+    w.optimizer.state.popitem()
+
+
+CHANGES: dict[str, Callable[[Everything], object]] = {
+    "a number": lambda w: setattr(w.model, "gain", 1.5),
+    "a number that looks the same": lambda w: setattr(w.model, "gain", float("1.0")),
+    "a word": lambda w: setattr(w.model, "word", "b"),
+    "a constant": lambda w: setattr(w.model, "kind", Kind.OTHER),
+    "a list": lambda w: setattr(w.model, "sizes", [1, 3]),
+    "a list, in place": lambda w: w.model.sizes.append(3),
+    "a list in a tuple, in place": lambda w: w.model.nested[0].append(3),
+    "an attribute is gone": lambda w: delattr(w.model, "gain"),
+    "None becomes a number": lambda w: setattr(w.model, "nothing", 1),
+    "a parameter": lambda w: setattr(w.model.f, "weight", nn.Parameter(torch.ones(4, 4))),
+    "a parameter is None": lambda w: setattr(w.model.f, "bias", None),
+    "its memory": lambda w: setattr(w.model.f.weight, "data", torch.ones(4, 4)),
+    "its strides": lambda w: setattr(w.model.f.weight, "data", w.model.f.weight.data.t()),
+    "a buffer": lambda w: setattr(w.model.norm, "running_mean", torch.ones(4)),
+    "a buffer more": lambda w: w.model.register_buffer("more", torch.ones(4)),
+    "a tensor that is neither": lambda w: setattr(w.model, "plain", torch.zeros(4)),
+    "the memory of one": lambda w: setattr(w.model.plain, "data", torch.zeros(4)),
+    "a module": lambda w: setattr(w.model, "norm", nn.BatchNorm1d(4)),
+    "a module more": lambda w: w.model.add_module("more", nn.ReLU()),
+    "a module is gone": lambda w: delattr(w.model, "norm"),
+    "a hyperparameter": lambda w: w.group.update(weight_decay=0.5),
+    "a hyperparameter more": lambda w: w.group.update(more=1),
+    "a hyperparameter that is a list": lambda w: w.group.update(betas=[0.9, 0.9]),
+    "a hyperparameter that is a tensor": lambda w: w.group.update(eps=torch.ones(())),
+    "a parameter of the group": lambda w: w.group["params"].__setitem__(1, nn.Parameter(torch.ones(4))),
+    "a parameter less": lambda w: w.group["params"].pop(),
+    "a group more": lambda w: w.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]}),
+    "a state": lambda w: w.state.update(exp_avg=torch.ones(4, 4)),
+    "the memory of a state": lambda w: setattr(w.state["exp_avg"], "data", torch.ones(4, 4)),
+    "a state more": lambda w: w.state.update(more=torch.ones(4)),
+    "a state less": _pop,
+    "no state": lambda w: w.optimizer.state.clear(),
+    "all of the state": lambda w: w.optimizer.load_state_dict(copy.deepcopy(w.optimizer.state_dict())),
+    "a hook of the optimizer": lambda w: w.optimizer.register_step_post_hook(lambda *_: None),
+    "a hook of a weight": _hook,
+    "a number of the loss": lambda w: setattr(w, "factor", 3.0),
+    "what loss scaling reads": lambda w: setattr(w, "masks", (torch.zeros(3),)),
+    "what it reads, too": lambda w: setattr(w, "masks", (*w.masks, torch.zeros(3))),
+}
+
+SAME = {"a number that looks the same"}
+"""No change: a look sees none, and a glance may."""
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_glance_misses_nothing_that_a_look_sees(what: str):
+    world = Everything()
+    before, is_untouched = world.surroundings.look(), world.surroundings.glance()
+    assert is_untouched()
+    with torch.no_grad():
+        CHANGES[what](world)
+    changed = world.surroundings.look() != before
+    assert changed == (what not in SAME)
+    assert not (changed and is_untouched())
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_glance_after_a_change_is_content_again(what: str):
+    """Behind an empty state and behind a full one: a glance that compares only as much as there was would be."""
+    world = Everything()
+    with torch.no_grad():
+        CHANGES[what](world)
+    world.surroundings.refresh()
+    before, is_untouched = world.surroundings.look(), world.surroundings.glance()
+    assert is_untouched()
+    assert world.surroundings.look() == before
+    for p in world.model.parameters():
+        p.grad = torch.ones_like(p)
+    if world.group["eps"] == 1e-8:
+        world.optimizer.step()  # makes state where there is none
+    assert world.surroundings.look() == before or not is_untouched()
+
+
+def test_a_world_names_what_changed():
+    world = Everything()
+    before = world.surroundings.look()
+    world.group["weight_decay"], world.model.gain = 0.5, 2.0
+    assert world.surroundings.look().changed_since(before) == "attributes and hyperparameters"
+
+
+def test_hyperparameters_of_schedules_are_not_held_fast():
+    group = Everything().group
+    assert "lr" in group
+    assert not {"lr", "params"} & {key for _, key in capturable.held_fast(group)}
+
+
+# ---- what it costs -------------------------------------------------------------------------------------------------------
+def num_calls(num_layers: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Python functions that are called in a replayed step, builtins too."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    gc.collect()  # steps of other tests would hear of this one's
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(num_layers)))
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    step = taped(fxamp.Amp(precision=precision, lower="aot_eager").train_step(model, F.mse_loss, optimizer), monkeypatch)
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    for _ in range(5):
+        step(*batch)
+    recordings = [recording for shape in step._shapes.values() for recording in shape.recordings.values()]
+    assert len(recordings) == 1
+    recordings[0].graph.replay = lambda: None  # the tape's operations are called from Python, a graph's are not
+    step(*batch)
+    count, before = 0, step.summary().num_replayed
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        step(*batch)
+    finally:
+        sys.setprofile(None)
+    assert step.summary().num_replayed == before + 1
+    return count
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_host_does_little_for_a_replay(precision: str, monkeypatch: pytest.MonkeyPatch):
+    """On a small model the GPU waits for the host. What is looked at for each parameter is looked at in C."""
+    few, many = (num_calls(n, precision, monkeypatch) for n in (4, 24))
+    assert (many - few) / 40 < 3, "function calls a parameter"
