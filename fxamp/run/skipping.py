@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,15 +44,17 @@ def parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-_IDS: Final[weakref.WeakKeyDictionary[Optimizer, tuple[list[int], frozenset[int]]]] = weakref.WeakKeyDictionary()
+@functools.cache
+def _known_ids() -> weakref.WeakKeyDictionary[Optimizer, tuple[list[int], frozenset[int]]]:
+    return weakref.WeakKeyDictionary()
 
 
 def ids(optimizer: Optimizer) -> frozenset[int]:
     """The ids of all its parameters, by which flags know them. The same object as long as the parameters are the same: what
     is found by it need not be hashed anew in each step."""
-    now, known = list(map(id, parameters(optimizer))), _IDS.get(optimizer)
+    now, known = list(map(id, parameters(optimizer))), _known_ids().get(optimizer)
     if known is None or known[0] != now:
-        known = _IDS[optimizer] = now, frozenset(now)
+        known = _known_ids()[optimizer] = now, frozenset(now)
     return known[1]
 
 
