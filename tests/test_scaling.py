@@ -170,6 +170,54 @@ def test_an_optimizer_that_steps_every_other_time_does_not_hold_the_scale_for_ev
     assert amp.read_loss_scale() == 2.0**18
 
 
+@pytest.mark.parametrize("whose", ["nobody's", "one that waits"])
+def test_an_overflow_that_waits_for_a_step_lowers_the_scale_once(whose: str):
+    model, other = Fn(lambda m, x: (m.a(x), m.b(x)), a=nn.Linear(8, 4), b=nn.Linear(8, 4)), mlp(8, 16, 4)
+    amp = scaled()
+    often, seldom = optim.SGD(model.a.parameters(), lr=0.1), optim.SGD(other.parameters(), lr=0.1)
+    for optimizer in (often, seldom):
+        amp.attach(optimizer)
+    run, run_other = torch.compile(model, backend=amp), torch.compile(other, backend=amp)
+    scales = []
+    for i, (x, y) in enumerate(batches(5)):
+        factor = {whose: INF} if i == 1 else {}
+        (F.mse_loss(run_other(x), y) * factor.get("one that waits", 1.0)).backward()
+        often.zero_grad()
+        a, b = run(x)
+        (F.mse_loss(a, y) + F.mse_loss(b, y) * factor.get("nobody's", 1.0)).backward()
+        often.step()
+        scales.append(amp.read_loss_scale())
+    seldom.step()
+    scales.append(amp.read_loss_scale())
+    full, half = 2.0**16, 2.0**15
+    assert scales == ([full] * 2 + [half] * 4 if whose == "nobody's" else [full] * 5 + [half])
+    assert amp.read_skipped_steps() == (whose != "nobody's")
+
+
+@pytest.mark.parametrize("regions", [None, {"first": "0"}], ids=["", "regions"])
+def test_a_train_step_leaves_what_waits_for_another_optimizer(regions: dict[str, str] | None):
+    """Flags, too, of gradients that have been made finite since; and one overflow lowers the scale once."""
+    amp = scaled(regions=regions, scaling=fxamp.DynamicScale(per_region=regions is not None))
+    model, other = mlp(8, 16, 4), mlp(8, 16, 4)
+    optimizer = optim.AdamW(other.parameters())
+    amp.attach(optimizer)
+    run, step = torch.compile(other, backend=amp), amp.train_step(model, F.mse_loss, optim.AdamW(model.parameters()))
+    for bad_later, (x, y) in zip((False, True, False), batches(3), strict=True):
+        scale = amp.read_loss_scale()
+        (F.mse_loss(run(x), y) * INF).backward()
+        for p in other.parameters():
+            assert p.grad is not None
+            p.grad.fill_(1.0)
+        step(x * INF if bad_later else x, y)
+        assert amp.read_loss_scale() == scale / (2 if bad_later else 1)
+        before = everything(optimizer)
+        optimizer.step()
+        assert same(everything(optimizer), before)
+        assert amp.read_loss_scale() == scale / (4 if bad_later else 2)
+        optimizer.zero_grad()
+    assert amp.read_skipped_steps() == 4
+
+
 def test_gan():
     """Two Amps in one loop: the discriminator's graph runs in the generator's step too, and its gradients are thrown away."""
     maker, judge = mlp(4, 16, 8), mlp(8, 16, 1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -147,16 +148,17 @@ class Attachment:
         tensors = [t for scaler in self._live() for t in scaler.settled_for(ids, device)]
         return (*tensors, *(() if self.num_skipped is None else (self.num_skipped,)))
 
-    @torch.no_grad()
-    def begin_round(self, optimizer: Optimizer) -> None:
-        """See `Scaler.begin_round`."""
-        for scaler in self._live():
-            scaler.dropped(optimizer)
-        self.end_round()
+    @contextlib.contextmanager
+    def round_of(self, optimizer: Optimizer) -> Generator[None]:
+        """See `Scaler.round_of`."""
+        with contextlib.ExitStack() as stack:
+            for scaler in self._live():
+                stack.enter_context(scaler.round_alone(optimizer))
+            yield
 
     @torch.no_grad()
     def end_round(self) -> None:
-        """See `Scaler.end_round`."""
+        """See `Scaler.round_of`."""
         for scaler in self._live():
             scaler.close_round()
 

@@ -61,6 +61,14 @@ class ProbedGraph:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """What had arrived somewhere, and was taken out."""
+
+    tensors: tuple[Tensor, ...]
+    arrivals: set[int]
+
+
 class Flags:
     """One store of largest gradients for all compiled graphs on a device.
 
@@ -88,12 +96,12 @@ class Flags:
         self._probes: dict[tuple[Any, ...], Tensor] = {}
         self._released: dict[int, list[slice]] = {}
         """Slots of probes that are gone, by their number."""
-        self._masks: dict[frozenset[int | None], Tensor] = {}
+        self._masks: dict[frozenset[int], Tensor] = {}
         """Which slots belong to some parameters, by their ids. What is recorded reads them: each stays where it is while the
         store does, and is written anew before it is read if slots have changed hands."""
         self._is_stale = False
         self.watch: Final = Watch(device, regions)
-        self.arrivals: Final[set[int | None]] = set()
+        self.arrivals: Final[set[int]] = set()
         """Ids of the parameters whose gradients have arrived, and are not cleared."""
 
     def probe(self, graph: ProbedGraph, parameters: Sequence[Tensor]) -> Tensor:
@@ -177,47 +185,69 @@ class Flags:
         return self._store, self._record, self._regions, self._overflowed_regions, *self.watch.stores
 
     # ---- asking and clearing --------------------------------------------------------------------------------------------
-    def largest(self) -> Tensor:
-        """fp32 [], the largest finite magnitude of any gradient."""
-        return self._finite().max()
+    def largest(self, *, but: Collection[int] = ()) -> Tensor:
+        """fp32 [], the largest finite magnitude of any gradient; `but`: other than those of these parameters, by id."""
+        return _finite(self._without(but)).max()
 
-    def any_overflow(self) -> Tensor:
-        """fp32 [], 1 if a gradient of anything overflowed, else 0."""
-        return _not_finite(self._store)
+    def any_overflow(self, *, but: Collection[int] = ()) -> Tensor:
+        """fp32 [], 1 if a gradient of anything overflowed, else 0; `but`: other than those of these parameters, by id."""
+        return _not_finite(self._without(but))
 
     def by_region(self) -> Tensor:
         """fp32 [2, number of regions]: 1 if a gradient overflowed there that was finite when it entered, else 0; the largest
         finite magnitude of the gradients of the region's parameters."""
-        largest = torch.zeros_like(self._overflowed_regions).scatter_reduce(0, self._regions, self._finite(), "amax")
+        magnitudes = _finite(self._store)
+        largest = torch.zeros_like(self._overflowed_regions).scatter_reduce(0, self._regions, magnitudes, "amax")
         return torch.stack([self._overflowed_regions, largest])
 
-    def _finite(self) -> Tensor:
-        """The magnitudes, 0 for those that are not finite."""
-        return torch.where(self._store < math.inf, self._store, 0.0)
+    def _without(self, others: Collection[int]) -> Tensor:
+        """The magnitudes, 0 for those of these parameters."""
+        return torch.where(self._mask(others), 0.0, self._store) if others else self._store
 
     def overflow_of(self, parameters: Iterable[int]) -> Tensor:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
         return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
 
-    def clear(self, scale: Tensor, owners: Collection[int | None] | None = None) -> None:
-        """Takes what arrived for these parameters, by id, into the record, and forgets it. An id of None: for anything else;
-        no `owners`: everything. `scale`: fp32 [], or [number of regions], the loss scale that it was computed with."""
+    def clear(
+        self, scale: Tensor, owners: Collection[int] | None = None, *, but: Collection[int] = (), told: Tensor | None = None
+    ) -> None:
+        """Takes what arrived for these parameters, by id, into the record, and forgets it; no `owners`: everything, `but` what
+        arrived for these, which may tell of regions later if nobody has been `told` of an overflow, fp32 [], 1 or 0.
+
+        Args: scale: fp32 [], or [number of regions], the loss scale that it was computed with."""
         # What no named region holds may have had the scale of any: of none is said that it was lost by too small a one.
         here = scale if scale.ndim == 0 else torch.where(self._regions == 0, scale.max(), scale[self._regions])
-        told = torch.stack([~(self._store < math.inf), (self._store > 0) & (self._store * here < SMALLEST_NORMAL)])
-        if owners is None:
-            self._record[:2].add_(told)
+        known = torch.stack([~(self._store < math.inf), (self._store > 0) & (self._store * here < SMALLEST_NORMAL)])
+        if owners is None and not but:
+            self._record[:2].add_(known)
             self._store.zero_()
         else:
-            mask = self._mask(owners)
-            self._record[:2].add_(told & mask)
+            mask = self._mask(but).logical_not() if owners is None else self._mask(owners)
+            self._record[:2].add_(known & mask)
             self._store.masked_fill_(mask, 0.0)
-        if owners is None or None in owners:
-            self._overflowed_regions.zero_()
-        if owners is None:
-            self.arrivals.clear()
-        else:
+        if owners is not None:
             self.arrivals.difference_update(owners)
+            return
+        self.arrivals.intersection_update(but)
+        if told is None:
+            self._overflowed_regions.zero_()
+        else:
+            self._overflowed_regions.mul_(told.to(self.device, non_blocking=True) == 0)
+
+    def put_aside(self) -> Aside:
+        """Takes out what has arrived, for later. Waits for nothing."""
+        tensors = self._store, self._overflowed_regions, self.watch.arrived
+        aside = Aside(tensors=tuple(t.clone() for t in tensors), arrivals=set(self.arrivals))
+        torch._foreach_zero_(tensors)
+        self.arrivals.clear()
+        return aside
+
+    def put_back(self, aside: Aside) -> None:
+        """Lets arrive again what was put aside."""
+        for now, before in zip((self._store, self._overflowed_regions, self.watch.arrived), aside.tensors, strict=True):
+            here = now[..., : before.shape[-1]]  # it may have grown
+            torch.maximum(here, before, out=here)
+        self.arrivals |= aside.arrivals
 
     def read_slots(self) -> list[Slot]:
         """What is on record of each gradient. Waits for the device."""
@@ -227,12 +257,12 @@ class Flags:
             for name, n, m, share in zip(self._names, overflows, lost, shares, strict=True)
         ]
 
-    def settled(self, owners: Iterable[int]) -> tuple[Tensor, ...]:
-        """What a step of these parameters, by id, reads and writes. It says who owns each slot now: that comes from the host,
-        and cannot be recorded, so this is called before a step is recorded, and before each time that it is replayed."""
-        return *self.stores, self._mask(owners), self._mask((None,))
+    def settled(self, owners: Iterable[int], others: Collection[int] = ()) -> tuple[Tensor, ...]:
+        """What a step of these parameters, by id, reads and writes, beside `others`. It says who owns each slot now: that comes
+        from the host, and cannot be recorded, so this is called before a step is recorded, and before each replay."""
+        return *self.stores, self._mask(owners), *((self._mask(others),) if others else ())
 
-    def _mask(self, owners: Iterable[int | None]) -> Tensor:
+    def _mask(self, owners: Iterable[int]) -> Tensor:
         wanted = frozenset(owners)
         if self._is_stale and not recorder.is_recording():
             self._is_stale = False  # first: the garbage collector may release slots at any time
@@ -245,7 +275,7 @@ class Flags:
             found = self._masks[wanted] = _on(self.device, self._belong(wanted))
         return found
 
-    def _belong(self, owners: Collection[int | None]) -> Tensor:
+    def _belong(self, owners: Collection[int]) -> Tensor:
         """For each slot, whether it belongs to one of these parameters; on the host."""
         mask = [owner in owners for owner in self._owners]
         mask += [False] * (len(self._store) - len(mask))
@@ -265,3 +295,8 @@ def _on(device: torch.device, values: Tensor) -> Tensor:
 
 def _not_finite(magnitudes: Tensor) -> Tensor:
     return (magnitudes < math.inf).all().logical_not().to(torch.float32)
+
+
+def _finite(magnitudes: Tensor) -> Tensor:
+    """The same, 0 for those that are not finite."""
+    return torch.where(magnitudes < math.inf, magnitudes, 0.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -216,17 +217,42 @@ class Scaler:
     def settled_for(self, ids: frozenset[int], device: torch.device) -> tuple[Tensor, ...]:
         """See `settled`; parameters by id, and where they are."""
         tensors = [*self.state_on(device).tensors, *self._replicas.values()]
+        others = self._others_than(ids)
         for flags in self._flags.values():
-            tensors += flags.settled(ids)
+            tensors += flags.settled(ids, others)
         return tuple(tensors)
 
-    def begin_round(self, optimizer: Optimizer) -> None:
+    def round_of(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """A train step is a round of its own. What is left of another one, and gradients of this optimizer that nobody is
-        going to use, tell about the scale before it: nothing of them may go into a recording."""
-        self._attached[optimizer].begin_round(optimizer)
+        going to use, tell about the scale before it: nothing of them may go into a recording. What waits for another optimizer
+        is put aside, and waits on behind it."""
+        return self._attached[optimizer].round_of(optimizer)
+
+    @contextlib.contextmanager
+    def round_alone(self, optimizer: Optimizer) -> Generator[None]:
+        """See `round_of`."""
+        with torch.no_grad():
+            self.dropped(optimizer)
+            waits = self._somebody_waits()
+            if not waits:
+                self.close_round()
+        if not waits:
+            yield
+            return
+        before, stepped = (self._overflowed, self._largest, self._by_region), list(self._stepped)
+        asides = [(flags, flags.put_aside()) for flags in self._flags.values()]
+        self._overflowed = self._largest = self._by_region = None
+        self._stepped.clear()
+        try:
+            yield
+        finally:
+            self._overflowed, self._largest, self._by_region = before
+            self._stepped.update(stepped)
+            for flags, aside in asides:
+                flags.put_back(aside)
 
     def end_round(self, optimizer: Optimizer) -> None:
-        """See `begin_round`: the scale moves, whoever still has gradients to step. They are looked at again when he does."""
+        """See `round_of`: the scale moves, whoever else has got gradients in this step."""
         self._attached[optimizer].end_round()
 
     def after_replay(self, optimizer: Optimizer) -> None:
@@ -237,7 +263,7 @@ class Scaler:
     def close_round(self) -> None:
         """Moves the scale by what has been looked at, if anything has."""
         if self._overflowed is not None:
-            self._update(waits_for_others=False)
+            self._update()
 
     def forget_arrivals(self) -> None:
         """All that has arrived was cleared on the device."""
@@ -264,17 +290,18 @@ class Scaler:
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             skipping.check(optimizer)
         if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
-            self._update()
+            self._update(clears=False)
         device = skipping.parameters(optimizer)[0].device if not gradients else gradients[0].device
         ids = skipping.ids(optimizer)
+        others = self._others_than(ids)  # theirs count when they step: an overflow lowers the scale once
         state = self.state_on(device)
         bad = _any_not_finite(gradients, device)
         anywhere, largest, by_region = bad, torch.zeros((), device=device), torch.zeros((2, len(self.regions)), device=device)
         for flags in self._flags.values():
             if flags.arrivals:
                 bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
-                largest = torch.maximum(largest, flags.largest().to(device, non_blocking=True))
-                anywhere = torch.maximum(anywhere, flags.any_overflow().to(device, non_blocking=True))
+                largest = torch.maximum(largest, flags.largest(but=others).to(device, non_blocking=True))
+                anywhere = torch.maximum(anywhere, flags.any_overflow(but=others).to(device, non_blocking=True))
                 if self.regions:
                     by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
         bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
@@ -331,18 +358,30 @@ class Scaler:
         """These parameters, by id, have stepped; if nobody else has got gradients, that was the round."""
         for flags in self._flags.values():
             flags.arrivals.difference_update(ids)
-        if self._overflowed is None or any(self._has_got_gradients(other) for other in self._attached):
+        if self._overflowed is None:
             self._forget_flags(ids)
+        elif self._somebody_waits():  # all has been counted but what is his
+            for flags in self._flags.values():
+                flags.clear(self.scale_on(flags.device), but=self._others_than(ids), told=self._overflowed)
         else:
-            self._update()  # forgets them with all others
+            self._update()
 
     def _forget_flags(self, ids: Collection[int]) -> None:
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device), ids)
 
-    def _has_got_gradients(self, optimizer: Optimizer) -> bool:
-        ids = skipping.ids(optimizer)
-        return any(not flags.arrivals.isdisjoint(ids) for flags in self._flags.values())
+    def _somebody_waits(self) -> bool:
+        """Has an attached optimizer got gradients?"""
+        arrived = [flags.arrivals for flags in self._flags.values() if flags.arrivals]
+        return bool(arrived) and any(
+            not arrivals.isdisjoint(ids) for ids in map(skipping.ids, self._attached) for arrivals in arrived
+        )
+
+    def _others_than(self, ids: Collection[int]) -> frozenset[int]:
+        """The ids of all parameters that attached optimizers step, without these, of one of them."""
+        if len(self._attached) == 1:
+            return frozenset()
+        return frozenset(itertools.chain.from_iterable(map(skipping.ids, self._attached))).difference(ids)
 
     @torch.no_grad()
     def dropped(self, optimizer: Optimizer) -> None:
@@ -352,12 +391,13 @@ class Scaler:
             if not flags.arrivals.isdisjoint(ids):
                 device = self.state().scale.device
                 self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
-                self._note_largest(flags.largest().to(device, non_blocking=True))
+                self._note_largest(flags.largest(but=self._others_than(ids)).to(device, non_blocking=True))
                 if self.regions:
                     self._note_by_region(flags.by_region().to(device, non_blocking=True))
                 flags.clear(self.scale_on(flags.device), ids)
 
-    def _update(self, *, waits_for_others: bool = True) -> None:
+    def _update(self, *, clears: bool = True) -> None:
+        """Ends a round. `clears`: all flags have been counted."""
         if self._overflowed is None:
             return  # a step of another thread has ended the round
         state, overflowed = self.state_on(self._overflowed.device), self._overflowed
@@ -366,9 +406,9 @@ class Scaler:
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
-        waiting = waits_for_others and any(self._has_got_gradients(other) for other in self._attached)
-        for flags in self._flags.values():
-            flags.clear(self.scale_on(flags.device), (None,) if waiting else None)
+        if clears:
+            for flags in self._flags.values():
+                flags.clear(self.scale_on(flags.device))
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
         state.update(overflowed, largest, by_region=self._by_region, moves=self._precisions.tests_scale())
         self._refresh_replicas()

@@ -341,8 +341,12 @@ class TrainStep:
 
     # ---- a step ---------------------------------------------------------------------------------------------------------
     def _step(self, batch: Batch) -> Tensor:
-        if self._scaler is not None:
-            self._scaler.begin_round(self._task.optimizer)
+        if self._scaler is None:
+            return self._step_alone(batch)
+        with self._scaler.round_of(self._task.optimizer):
+            return self._step_alone(batch)
+
+    def _step_alone(self, batch: Batch) -> Tensor:
         if not self._why_plain and ranks.is_one_of_many():
             self._give_up(_ONE_OF_MANY)
         if self._why_plain:

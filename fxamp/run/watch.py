@@ -106,6 +106,11 @@ class Watch:
         """See `Flags.stores`."""
         return self._arrived, self._record, self._regions
 
+    @property
+    def arrived(self) -> Tensor:
+        """What backwards have written since the last update; another one once it has grown."""
+        return self._arrived
+
     def _scale_of_each(self, scale: Tensor) -> Tensor:
         return scale if scale.ndim == 0 else scale[self._regions]
 

@@ -15,6 +15,7 @@ import fxamp
 from fxamp import errors
 from fxamp.run import ranks, train_step
 from fxamp.run.train_step import TrainStep
+from tests.programs import Fn
 from tests.run.tape import Recorder, taped
 from tests.run.test_train_step import CPU, batches, same, state_of
 
@@ -47,6 +48,8 @@ class Bench:
         self.weight, self.factor = torch.ones(4), 1.0
         self.settings = Settings()
         self.another: fxamp.Amp | None = None
+        self.other = nn.Linear(8, 4)
+        self.waiting = optim.SGD(self.other.parameters())
         self.amp = fxamp.Amp(**{"precision": "fp16", "lower": "aot_eager", **options})
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -98,6 +101,22 @@ def leave_gradients(b: Bench) -> None:
     (run(next(batches(CPU, 1))[0]).sum() * 1e38 * 1e38).backward()
 
 
+def leave_others_gradients(b: Bench) -> None:
+    """Of an optimizer that steps later; they have overflowed, and are finite by now."""
+    b.amp.attach(b.waiting)
+    run = torch.compile(Fn(lambda m, x: m.f(x), f=b.other), backend=b.amp)
+    (run(next(batches(CPU, 1))[0]).sum() * 1e38 * 1e38).backward()
+    for p in b.other.parameters():
+        assert p.grad is not None
+        p.grad.fill_(1.0)
+
+
+def step_other(b: Bench) -> None:
+    before = [p.detach().clone() for p in b.other.parameters()]
+    b.waiting.step()
+    assert same(before, list(b.other.parameters()))
+
+
 def attach_another(b: Bench) -> None:
     b.another = fxamp.Amp(precision="fp16", lower="aot_eager")
     b.another.attach(b.optimizer)
@@ -119,6 +138,8 @@ CHANGES: dict[str, Callable[[Bench], object]] = {
     "a module of the loss is another": lambda b: setattr(b, "teacher", nn.Linear(4, 4).requires_grad_(False)),
     "a weight of it lies elsewhere": lambda b: setattr(b.teacher.weight, "data", b.teacher.weight.data * 2),
     "there are gradients already": leave_gradients,
+    "gradients wait for another optimizer": leave_others_gradients,
+    "and it steps": step_other,
     "compiled programs are gone": lambda b: torch._dynamo.reset(),
     "a group came and went": pop_group,
     "a second Amp has a say": attach_another,
@@ -136,6 +157,8 @@ SOME = (
     "a number of the user's is another",
     "a tensor of the loss is another",
     "there are gradients already",
+    "gradients wait for another optimizer",
+    "and it steps",
     "compiled programs are gone",
 )
 
