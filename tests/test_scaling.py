@@ -320,6 +320,30 @@ def test_gradients_from_outside_of_compiled_graphs_are_looked_at():
     assert same(everything(optimizer), before)
 
 
+def test_parameters_that_no_graph_reads_are_told_of():
+    """All of them with a warning, be it that Dynamo has come to its limit; some, which may be meant, in the report."""
+    x, y = next(batches(1))
+    with torch._dynamo.config.patch(recompile_limit=1):  # pyright: ignore[reportAttributeAccessIssue]
+        for amp in (scaled(), scaled()):
+            model = mlp(8, 16, 4)
+            optimizer = optim.SGD(model.parameters(), lr=0.1)
+            amp.attach(optimizer)
+            F.mse_loss(torch.compile(model, backend=amp)(x), y).backward()
+            if amp.graphs:
+                optimizer.step()
+                assert "SGD steps without" not in str(amp.report())
+            else:
+                with pytest.warns(fxamp.FxampWarning, match="an attached SGD steps parameters that no compiled graph"):
+                    optimizer.step()
+    torch.compiler.reset()
+    body, head = mlp(8, 16), nn.Linear(16, 4)
+    amp, optimizer = scaled(), optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    amp.attach(optimizer)
+    F.mse_loss(head(torch.compile(body, backend=amp)(x)), y).backward()
+    optimizer.step()
+    assert ("SGD steps without", "2 of 4 parameters, which no compiled graph has read") in amp.report().scaling
+
+
 # ---- unusual loops --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("route", "fused"), [("select", False), ("wait", False), ("auto", True)])
 def test_parameters_that_join_an_attached_optimizer_later(route: str, fused: bool):
@@ -377,7 +401,7 @@ def test_parameters_put_in_place_of_others_later(how: str):
 
 
 def test_averaged_weights_and_their_statistics_stay_finite():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4))  # of plain averages, no decay
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
     amp, optimizer = scaled(), optim.AdamW(model.parameters(), lr=1e-2)
     amp.attach(optimizer)
     run: Any = torch.compile(model, backend=amp)
@@ -389,6 +413,7 @@ def test_averaged_weights_and_their_statistics_stay_finite():
         for average in averages:
             average.update_parameters(run if average is averages[1] else model)
     assert amp.read_skipped_steps() == 2
+    assert all(torch.isfinite(t).all() for t in model.state_dict().values())
     for average in averages:
         update_bn([x for x, _ in batches(3)], average)
         assert all(torch.isfinite(t).all() for t in average.state_dict().values())
@@ -455,6 +480,23 @@ def test_a_backward_twice_through_one_graph_adds_up_and_one_bad_one_spoils_the_s
     assert amp.read_skipped_steps() == 1
 
 
+def test_a_backward_that_keeps_a_history_leaves_its_flags():
+    model, (x, y) = mlp(8, 16, 4), next(batches(1))
+    amp, optimizer = scaled(), optim.SGD(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    for factor in (1.0, INF):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using backward.. with create_graph")
+            (F.mse_loss(run(x), y) * factor).backward(create_graph=True)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)  # the flags alone know
+        before = everything(optimizer)
+        optimizer.step()
+        assert same(everything(optimizer), before) == (factor == INF)
+    assert amp.read_skipped_steps() == 1
+
+
 def test_hooks_that_step_within_the_backward_skip_once_and_move_the_scale_once():
     """The flags of a graph may arrive after its gradients: no reason to skip the next step too."""
     model = mlp(8, 16, 4)
@@ -512,6 +554,7 @@ def test_loading_in_the_middle_of_a_round_begins_a_new_one():
     assert amp.read_skipped_steps() == 0
 
 
+@pytest.mark.filterwarnings("ignore:an attached .* that no compiled graph")
 def test_gradients_are_looked_at_and_left_alone():
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     optimizer, amp = optim.SGD([p, q], lr=1.0), scaled()

@@ -161,6 +161,7 @@ class Flags:
         for owners in [owners for owners in self._masks if owner in owners]:
             self._masks.pop(owners, None)
 
+    @torch.no_grad()  # with create_graph=True a gradient has a history
     def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
         assert probe.grad is not None
         largest, shares, regions, watched = probe.grad.split(graph.parts)
@@ -175,9 +176,9 @@ class Flags:
         probe.grad = None
         self.arrivals.update(ids)
 
-    def knows(self, parameters: Collection[int]) -> bool:
-        """Has any of these parameters, by id, gone into a graph?"""
-        return any(owner in parameters for owner in self._owners if owner is not None)
+    def known(self, parameters: Collection[int]) -> set[int]:
+        """Those of these parameters, by id, that have gone into a graph."""
+        return {owner for owner in self._owners if owner is not None and owner in parameters}
 
     @property
     def stores(self) -> tuple[Tensor, ...]:
@@ -247,7 +248,7 @@ class Flags:
         for now, before in zip((self._store, self._overflowed_regions, self.watch.arrived), aside.tensors, strict=True):
             here = now[..., : before.shape[-1]]  # it may have grown
             torch.maximum(here, before, out=here)
-        self.arrivals |= aside.arrivals
+        self.arrivals.update(aside.arrivals)
 
     def read_slots(self) -> list[Slot]:
         """What is on record of each gradient. Waits for the device."""
@@ -258,8 +259,8 @@ class Flags:
         ]
 
     def settled(self, owners: Iterable[int], others: Collection[int] = ()) -> tuple[Tensor, ...]:
-        """What a step of these parameters, by id, reads and writes, beside `others`. It says who owns each slot now: that comes
-        from the host, and cannot be recorded, so this is called before a step is recorded, and before each replay."""
+        """What a step of these parameters, by id, reads and writes, beside `others`. It says who owns each slot now: that
+        comes from the host, and cannot be recorded, so this is called before a step is recorded, and before each replay."""
         return *self.stores, self._mask(owners), *((self._mask(others),) if others else ())
 
     def _mask(self, owners: Iterable[int]) -> Tensor:

@@ -65,6 +65,10 @@ class Scaler:
         self._attached: weakref.WeakKeyDictionary[Optimizer, Attachment] = weakref.WeakKeyDictionary()
         self._has_begun = False
         """Has there ever been an optimizer attached? The scale is the model's: it goes on with another one."""
+        self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Those of whose parameters it is known whether graphs read them."""
+        self._outside: list[tuple[str, str]] = []
+        """(class of an optimizer, how many of its parameters no graph reads)."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped_within: set[int] = set()
         """Ids of the parameters that hooks have stepped while a backward still runs."""
@@ -178,11 +182,31 @@ class Scaler:
         if optimizer in self._attached:
             return
         ids = skipping.ids(optimizer)
-        if any(flags.knows(ids) for flags in self._flags.values()):
+        if self._known(ids):
             self._warn(
                 f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
                 "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
                 "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
+            )
+
+    def _known(self, ids: Collection[int]) -> set[int]:
+        """Those of these parameters, by id, that compiled graphs have read."""
+        return set[int]().union(*(flags.known(ids) for flags in self._flags.values()))
+
+    def _look_outside(self, optimizer: Optimizer) -> None:
+        """At the first step, tells of parameters that no compiled graph has read: no precision of fxamp's reaches them."""
+        self._looked_at.add(optimizer)
+        # FSDP2 gathers parameters, and graphs read others than an optimizer has.
+        stepped = [p for p in skipping.parameters(optimizer) if p.grad is not None and not hasattr(p, "to_local")]
+        known, kind = self._known(set(map(id, stepped))), type(optimizer).__name__
+        num_outside = sum(id(p) not in known for p in stepped)
+        if num_outside:
+            self._outside.append((kind, f"{num_outside} of {len(stepped)} parameters, which no compiled graph has read"))
+        if num_outside == len(stepped) > 0:
+            self._warn(
+                f"an attached {kind} steps parameters that no compiled graph of this Amp has read: they train as if fxamp "
+                "were not there. Compile the model with the Amp that the optimizer is attached to; where it is, Dynamo had "
+                "a reason to run it eagerly: amp.report() lists some"
             )
 
     # ---- for train steps ------------------------------------------------------------------------------------
@@ -231,6 +255,7 @@ class Scaler:
     @contextlib.contextmanager
     def round_alone(self, optimizer: Optimizer) -> Generator[None]:
         """See `round_of`."""
+        self._looked_at.add(optimizer)  # the step itself tells of parameters that no graph reads
         with torch.no_grad():
             self.dropped(optimizer)
             waits = self._somebody_waits()
@@ -289,6 +314,8 @@ class Scaler:
             return None
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             skipping.check(optimizer)
+        if optimizer not in self._looked_at:
+            self._look_outside(optimizer)
         if optimizer in self._stepped:  # another optimizer has got gradients, and has not stepped for a whole round
             self._update(clears=False)
         device = skipping.parameters(optimizer)[0].device if not gradients else gradients[0].device
@@ -514,6 +541,7 @@ class Scaler:
             *self._read_scales(),
             ("skipped steps", f"{int(state.num_skipped)} in {int(state.num_updates)} updates"),
             *((f"{name} skips by", str(route)) for name, route in self.routes),
+            *((f"{name} steps without", what) for name, what in self._outside),
             *((finding.kind, f"{finding.what}. {finding.way_out}") for finding in self.read_health()),
         )
 

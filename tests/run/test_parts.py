@@ -97,5 +97,17 @@ def test_what_ddp_keeps_dynamo_from_is_told():
     step_of(nn.parallel.DistributedDataParallel(torch.compile(nn.Sequential(nn.Linear(8, 8)), backend=amp)))  # does not warn
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_plain_loop_is_told_of_parameters_that_no_graph_reads():
+    bare = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+    amp.attach(optimizer)
+    torch.compile(bare, backend=amp)(torch.randn(4, 8)).mean().backward()
+    with pytest.warns(fxamp.FxampWarning, match="an attached SGD steps parameters that no compiled graph"):
+        optimizer.step()
+    optimizer.step()  # once is enough
+
+
 def _plan(graph, rung: str):
     return [d for d in graph.variants[rung].plan.everywhere if d.op is not None]

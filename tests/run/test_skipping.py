@@ -20,6 +20,8 @@ from fxamp import errors
 from fxamp.run import skipping
 from tests.programs import mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:an attached .* that no compiled graph")  # gradients are made by hand
+
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {

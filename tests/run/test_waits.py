@@ -16,6 +16,8 @@ import fxamp
 from tests.programs import mlp
 from tests.waits import no_waits
 
+pytestmark = pytest.mark.filterwarnings("ignore:an attached .* that no compiled graph")  # gradients are made by hand
+
 OPTIMIZERS: dict[str, tuple[str, Callable[[list[nn.Parameter]], optim.Optimizer]]] = {
     "AdamW fused": ("fused", lambda p: optim.AdamW(p, lr=1e-3, fused=True)),
     "SGD fused": ("fused", lambda p: optim.SGD(p, lr=1e-3, momentum=0.9, fused=True)),
