@@ -49,6 +49,8 @@ class Decision:
     saturated: frozenset[int] = frozenset()
     """Operands that are cut off at the ends of their new format instead of being rounded to infinity: masks of attention."""
     why: str
+    rule: Rule | None = None
+    """That of the policy which keeps it as it was traced."""
     facts: Facts
     value: Any = field(repr=False, compare=False)
     """The fake value that the node computes in its new formats, before `result`."""
@@ -359,7 +361,7 @@ class _Planner:
         if facts.op not in optable.TABLE and graph.bodies(node):
             return self._keep(node, facts, optable.classify(facts.op)[1])  # a body is planned for its traced dtypes
         if cls in (OpClass.KEEP, OpClass.HIGH):
-            return self._keep(node, facts, why, cls=cls)
+            return self._keep(node, facts, why, cls=cls, rule=rule)
         obstacle = self._obstacle(node, facts, operands, cls, low)
         if obstacle is not None:
             return self._keep(node, facts, obstacle)
@@ -397,7 +399,14 @@ class _Planner:
         )
 
     def _keep(
-        self, node: fx.Node, facts: Facts, why: str, *, cls: OpClass = OpClass.KEEP, casts: bool = True
+        self,
+        node: fx.Node,
+        facts: Facts,
+        why: str,
+        *,
+        cls: OpClass = OpClass.KEEP,
+        casts: bool = True,
+        rule: Rule | None = None,
     ) -> Decision:
         """The node as it was traced: operands up to their traced dtypes, traced result."""
         operands = list(graph.operands(node))
@@ -412,6 +421,7 @@ class _Planner:
             computes=computes,
             result=None,
             why=why,
+            rule=rule,
             facts=facts,
             value=graph.value_of(node),
         )

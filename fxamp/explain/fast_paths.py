@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 
 from fxamp import capture, formats, graph, optable, tf32
 from fxamp.capture import Captured
-from fxamp.plan import TRACED, Plan
+from fxamp.plan import TRACED, Decision, Plan
 from fxamp.rewrite import masks, padding
 from fxamp.rewrite.attention import arguments
 from fxamp.rewrite.groups import Repetitions
@@ -114,7 +114,7 @@ def _find(captured: Captured, plan: Plan, gm: fx.GraphModule, lower: str) -> Ite
         is_tf32 = is_asked or bool(by_switch)
         computes = "tf32" if is_tf32 else "+".join(sorted(map(formats.name, held)))
         why = f"precision={plan.variant!r}" if plan.low == TRACED else decision.why if decision else ""
-        slow = (None if is_tf32 else _wide(held, why, op)) or _emulated(computes, captured.device)
+        slow = (None if is_tf32 else _wide(held, why, op, plan, decision)) or _emulated(computes, captured.device)
         missed, advice = slow or (verdict.why_missed, verdict.advice)
         where, code = (decision.facts.where, decision.facts.code) if decision else capture.source_line(node)
         yield FastPath(
@@ -157,7 +157,9 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType({name: kind for kind in _NAM
 
 
 # ---- formats ------------------------------------------------------------------------------------------------------------
-def _wide(held: set[torch.dtype], why: str, op: str) -> tuple[str, str] | None:
+def _wide(
+    held: set[torch.dtype], why: str, op: str, plan: Plan, decision: Decision | None
+) -> tuple[str, str] | None:
     """(why the operands are wider than what matrix units take, what to change), or None."""
     wide = [dtype for dtype in held if not formats.is_narrow(dtype)]
     if not wide:
@@ -165,6 +167,10 @@ def _wide(held: set[torch.dtype], why: str, op: str) -> tuple[str, str] | None:
     reason = f"it computes in {formats.name(wide[0])}, where matrix units want less" + (f" ({why})" if why else "")
     if wide != [TRACED]:
         return reason, "compute it in fp32, if the program does not need more"
+    if plan.low == TRACED:
+        return reason, "a lower precision, or precision='tf32'"
+    if decision and decision.rule:
+        return reason, "nothing, if the rule is meant"
     return reason, f"a rule 'op:{op}=low', where the operation allows it; or precision='tf32'"
 
 

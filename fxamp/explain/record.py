@@ -38,13 +38,13 @@ class VariantRecord:
     """A format and a reason for every operation."""
     dynamo: fx.GraphModule = field(repr=False)
     """Dynamo's graph with fxamp's casts in it, as handed to autograd."""
-    changes: tuple[Change, ...]
+    changes: tuple[Change, ...] = field(repr=False)
     """What each pass on the Dynamo graph did."""
     joint_record: JointRecord = field(repr=False)
     coverage: Coverage = field(repr=False)
     lower: str = "inductor"
     """What compiled it, as of `Options`."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = field(repr=False)
     """What was not lowered, not captured in a CUDA graph, or fell back, and why."""
 
     @property

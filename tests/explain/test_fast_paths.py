@@ -91,8 +91,10 @@ def test_products_in_fp32():
     assert not kept.is_taken
     assert "computes in fp32" in kept.why
     assert "op:linear" in kept.why  # the rule that says so
+    assert kept.advice == "nothing, if the rule is meant"
     all_of_it = one(lambda x, w: F.linear(x, w), of(32, 64), of(64, 64), variant="fp32")
     assert "precision='fp32'" in all_of_it.why
+    assert all_of_it.advice == "a lower precision, or precision='tf32'"
     wide = one(lambda x, w: F.linear(x, w), of(32, 64).double(), of(64, 64).double())
     assert "computes in f64" in wide.why
     tf32 = one(lambda x, w: F.linear(x, w), of(32, 64), of(64, 64), variant="tf32")

@@ -138,6 +138,13 @@ def test_describe(value: object, want: str):
     assert text.describe(value) == want
 
 
+def test_a_record_is_short_to_look_at():
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    torch.compile(nn.Linear(4, 4).forward, backend=amp)(torch.randn(2, 4)).sum().backward()
+    assert len(repr(amp.graphs[0])) < 160
+    assert "bf16" in repr(amp.graphs[0])
+
+
 def test_the_report_has_fields_for_programs():
     report = inspected().report()
     assert (report.precisions, report.formats, report.num_low_ops, report.num_fallbacks) == (("bf16",), ("bf16", "fp32"), 1, 0)
