@@ -20,10 +20,11 @@ from bench.rows import (
     PassTime,
     Row,
     ScheduledRun,
+    Swap,
     VariantMemory,
 )  # fmt: skip
 from bench.systems import ANCHOR, CONTROL, REFERENCE
-from bench.workloads import NUM_BATCHES
+from bench.workloads import CROSSINGS, NUM_BATCHES
 
 LOSS_RATIO: Final = 1.02
 """Slower than a peer by more than this counts as a loss. Below it lies what repetitions of one and the same system
@@ -74,6 +75,9 @@ class Results:
     """In the order in which workloads, strategies and systems first appeared."""
     variants: tuple[VariantMemory, ...] = ()
     """By number of variants."""
+    swaps: tuple[Swap, ...] = ()
+    sources: tuple[str, ...] = ()
+    """Of fxamp, the oldest first: by date, and on one day in the order in which rows were written."""
 
 
 def results_of(rows: Iterable[Row]) -> list[Results]:
@@ -92,7 +96,10 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
     scheduled: dict[tuple[str, str, int], ScheduledRun] = {}
     distributed: dict[tuple[str, str, str], Distributed] = {}
     variants: dict[int, VariantMemory] = {}
+    swaps: dict[str, Swap] = {}
+    first_seen: dict[str, str] = {}
     for row in group:
+        first_seen.setdefault(row.run.fxamp_source, row.run.date)
         match row:
             case Measurement():
                 measurements.setdefault(row.workload, {})[row.system] = row
@@ -104,6 +111,8 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
                 dispatches[row.what] = row
             case VariantMemory():
                 variants[row.num_variants] = row
+            case Swap():
+                swaps[row.what] = row
             case ScheduledRun():
                 scheduled[row.workload, row.system, row.seed] = row
             case Distributed():
@@ -118,7 +127,22 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
         scheduled=tuple(scheduled.values()),
         distributed=tuple(distributed.values()),
         variants=tuple(variants[n] for n in sorted(variants)),
+        swaps=tuple(swaps.values()),
+        sources=tuple(sorted(first_seen, key=lambda source: first_seen[source])),
     )
+
+
+# ---- age -------------------------------------------------------------------------------------------------------------
+def newer(m: Measurement, results: Results) -> list[Measurement]:
+    """Rows of fxamp on the same workload whose source is newer than that of `m`, which then says nothing of fxamp as it is."""
+    age_of = results.sources.index
+    on_workload = results.measurements[m.workload].values()
+    is_ours = m.family == "fxamp"
+    return [
+        other
+        for other in on_workload
+        if is_ours and other.family == "fxamp" and other.timing and age_of(other.run.fxamp_source) > age_of(m.run.fxamp_source)
+    ]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
@@ -171,6 +195,12 @@ def problem(m: Measurement, on_workload: Mapping[str, Measurement]) -> str | Non
     return None
 
 
+def trains_known(on_workload: Mapping[str, Measurement]) -> bool:
+    """Is there a row of eager fp32, whose losses say how far those of the others should fall?"""
+    reference = on_workload.get(REFERENCE)
+    return reference is not None and reference.facts is not None
+
+
 def last_loss(losses: Sequence[float]) -> float:
     """Mean over the last round of batches: a single batch has a loss of its own."""
     return statistics.fmean(losses[-NUM_BATCHES:])
@@ -195,11 +225,49 @@ def best(candidates: Iterable[Measurement], on_workload: Mapping[str, Measuremen
 
 def best_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measurement | None:
     """The fastest peer of a comparable precision; never `m` itself."""
+    return best(_peers_of(m, on_workload), on_workload)
+
+
+def _peers_of(m: Measurement, on_workload: Mapping[str, Measurement]) -> list[Measurement]:
     precisions = COMPARABLE[m.precision]
-    return best(
-        (p for p in on_workload.values() if p.family == "peer" and p.precision in precisions and p.system != m.system),
-        on_workload,
-    )
+    return [p for p in on_workload.values() if p.family == "peer" and p.precision in precisions and p.system != m.system]
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+def swept(results: Results, over: str) -> dict[int, dict[str, Measurement]]:
+    """The rows of a sweep by its values, in order, of the systems that were swept; with those of the workload that it goes
+    through."""
+    found: dict[int, dict[str, Measurement]] = {}
+    for on in results.measurements.values():
+        for m in on.values():
+            if m.sweep_over == over and m.sweep_value is not None:
+                found.setdefault(m.sweep_value, {})[m.system] = m
+    names = {name for on in found.values() for name in on}
+    crossing, at = CROSSINGS[results.machine.device_type]
+    through = {name: m for name, m in results.measurements.get(crossing, {}).items() if name in names}
+    if through:
+        found[next(value for what, value in at.items() if what == over)] = through
+    return {value: found[value] for value in sorted(found)}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def replays(m: Measurement) -> bool | None:
+    """Does a step launch CUDA graphs, whatever its mode is called? None if it was not profiled."""
+    launches = m.facts and m.facts.launches
+    return None if launches is None else launches.num_graph_launches > 0
+
+
+def memory_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measurement | None:
+    """The fastest comparable peer that replays CUDA graphs if `m` does, and does not if `m` does not: a graph keeps for itself
+    what a step without graphs hands back between its parts."""
+    alike = [p for p in _peers_of(m, on_workload) if replays(p) == replays(m) and p.facts and p.facts.memory]
+    return best(alike, on_workload) if replays(m) is not None else None
+
+
+def memory_ratio(m: Measurement, peer: Measurement | None) -> float | None:
+    """Peak reserved bytes of `m` over those of `peer`. Allocated bytes leave out what CUDA graphs hold."""
+    ours, theirs = m.facts and m.facts.memory, peer and peer.facts and peer.facts.memory
+    return ours.reserved_bytes / theirs.reserved_bytes if ours and theirs else None
 
 
 def process_noise(on_workload: Mapping[str, Measurement]) -> float | None:
@@ -229,3 +297,24 @@ def defeats(results: Results) -> list[Defeat]:
             if peer is not None and against is not None and against.median > LOSS_RATIO:
                 found.append(Defeat(results=results, fxamp=m, peer=peer, ratio=against))
     return sorted(found, key=lambda d: -d.ratio.median)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryDefeat:
+    """A system of fxamp that holds more memory than a peer."""
+
+    fxamp: Measurement
+    peer: Measurement
+    ratio: float
+
+
+def memory_defeats(results: Results) -> list[MemoryDefeat]:
+    """Every row of fxamp that reserves more than its peer does, worst first."""
+    found: list[MemoryDefeat] = []
+    for on_workload in results.measurements.values():
+        for m in on_workload.values():
+            peer = memory_peer(m, on_workload) if m.family == "fxamp" else None
+            against = memory_ratio(m, peer)
+            if peer is not None and against is not None and against > LOSS_RATIO:
+                found.append(MemoryDefeat(fxamp=m, peer=peer, ratio=against))
+    return sorted(found, key=lambda d: -d.ratio)

@@ -64,7 +64,7 @@ def rotated(names: Sequence[str], repetition: int) -> list[str]:
     return [*names[first:], *names[:first]]
 
 
-def _tunes(name: str) -> bool:
+def tunes(name: str) -> bool:
     """Does a system time kernels on the device while it compiles? Then nothing else may run there."""
     return systems.all_systems()[name].mode == "max-autotune"
 
@@ -86,7 +86,7 @@ class Contest:
     def build_and_time(self, names: Sequence[str]) -> Generator[None]:
         """The anchor stays; the others come in groups, as many at once as the memory holds. Yields behind each group."""
         # The anchor tells how much memory the others need. Those that tune kernels come last, and one by one.
-        todo = [ANCHOR, *sorted((n for n in names if n != ANCHOR), key=_tunes)]
+        todo = [ANCHOR, *sorted((n for n in names if n != ANCHOR), key=tunes)]
         while todo or self.outcome.alone:
             if not todo:
                 todo, self.outcome.alone = self.outcome.alone, []
@@ -141,8 +141,8 @@ class Contest:
 
     def _next_batch(self, todo: list[str], beside: Sequence[str]) -> list[str]:
         """The first of `todo`, as many as memory and time allow to build at once; none if memory allows none."""
-        is_single = todo[0] in self.outcome.crowded_out or _tunes(todo[0])
-        together = todo[:1] if is_single else [name for name in todo if not _tunes(name)]
+        is_single = todo[0] in self.outcome.crowded_out or tunes(todo[0])
+        together = todo[:1] if is_single else [name for name in todo if not tunes(name)]
         free_bytes = self.crew.ask_device("device_facts")["free_bytes"]
         batch = together[: self.needs.num_that_fit(together, free_bytes, self.config.num_jobs)]
         while len(batch) > 1 and not self.has_time_for(batch, beside):
@@ -232,7 +232,7 @@ class Contest:
     def _finish(self, names: Sequence[str]) -> None:
         """Profiles, one by one; compiles again from warm caches, if that is measured and there is time; releases."""
         names = [name for name in names if self.outcome.is_built(name)]
-        for name in names:
+        for name in names if self.workload.sweep is None else ():  # of sweeps only the times are shown
             reply = self.crew.ask(name, "profile")
             self.outcome.launches[name] = reply.value
             if reply.status != "ok":

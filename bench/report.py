@@ -10,9 +10,9 @@ from typing import Final
 
 from bench import compare, rows
 from bench.compare import Defeat, Ratio, Results
-from bench.rows import Distributed, Measurement, ScheduledRun
+from bench.rows import Distributed, Measurement, Run, ScheduledRun
 from bench.systems import ANCHOR, REFERENCE
-from bench.workloads import NUM_BATCHES
+from bench.workloads import CROSSINGS, NUM_BATCHES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,7 +40,10 @@ compared through it. torch's settings are its defaults: on a GPU, fp32 means TF3
   matrix products in that precision ("?": the device only emulates it); and the bytes that any step has to move
   (training: 28 a parameter, what AdamW reads and writes; inference: 2 a weight), as a share of the measured copy
   bandwidth.
-- **memory**: peak of a step, allocated / reserved by the allocator of that process.
+- **memory**: peak of a step, allocated / reserved by the allocator of that process. What CUDA graphs hold for themselves is
+  reserved and not allocated. In the table of the best: peak reserved memory over that of the fastest peer of that precision
+  that replays CUDA graphs where fxamp does, and launches kernels where fxamp does; a train step replays.
+- **commit**: of fxamp. † marks rows of a source older than that of another row of fxamp on the workload.
 - **compile**: beyond the steps themselves. Cold: with empty caches, in a process that has compiled something else
   before; `*`: while other systems compiled too. Warm: in the same process after `torch.compiler.reset()`, with the
   caches on disk.
@@ -97,6 +100,7 @@ def page(all_results: Sequence[Results], causes: Causes) -> str:
         parts += [f"## {_title(results)}", ""]
         if results.measurements:
             parts += [*_origin(results), "", *headline(results), "", *_defeats(results, causes)]
+            parts += _memory_defeats(results)
         for workload in _plain_workloads(results):
             parts += _workload(results, workload)
         parts += _not_measured(results) + _scaling(results) + _scheduled(results) + _distributed(results)
@@ -108,7 +112,8 @@ def readme_table(all_results: Sequence[Results]) -> str:
     first = all_results[0]
     versions = next(iter(_measurements(first))).run.versions
     lines = [
-        f"{_title(first)}, torch {versions['torch']}; time of a step, less than 1 is faster:",
+        f"{_title(first)}, torch {versions['torch']}; time of a step, less than 1 is faster; peak reserved memory beside the "
+        "fastest peer that replays CUDA graphs if fxamp does, less than 1 is less:",
         "",
         *headline(first),
     ]
@@ -162,7 +167,7 @@ def headline(results: Results) -> list[str]:
     """The best of fxamp against the best peer, for each workload and class of precision that has both."""
     on_gpu = results.machine.device_type == "cuda"
     lines = _table_head(
-        ["workload", "precision", "best peer", "best of fxamp", "fxamp / peer", *(["memory"] if on_gpu else [])]
+        ["workload", "precision", "best peer", "best of fxamp", "fxamp / peer", *(["memory"] if on_gpu else []), "commit"]
     )
     for workload in _plain_workloads(results):
         on = results.measurements[workload]
@@ -178,7 +183,8 @@ def headline(results: Results) -> list[str]:
                 _named(fxamp, on_gpu),
                 _ratio(compare.ratio(fxamp, peer), bold=True),
             ]
-            lines.append(_line([*cells, *([_memory_ratio(fxamp, peer)] if on_gpu else [])]))
+            cells += [_memory_ratio(fxamp, on)] if on_gpu else []
+            lines.append(_line([*cells, _commit(fxamp.run) + _age_mark(fxamp, results)]))
     return lines
 
 
@@ -187,9 +193,17 @@ def _named(m: Measurement, on_gpu: bool) -> str:
     return f"{m.system}, {_ms(time_ms)}" if on_gpu and time_ms is not None else m.system
 
 
-def _memory_ratio(m: Measurement, peer: Measurement) -> str:
-    ours, theirs = m.facts and m.facts.memory, peer.facts and peer.facts.memory
-    return f"{ours.allocated_bytes / theirs.allocated_bytes:.2f}" if ours and theirs else ""
+def _memory_ratio(m: Measurement, on: Mapping[str, Measurement]) -> str:
+    found = compare.memory_ratio(m, compare.memory_peer(m, on))
+    return "" if found is None else f"{found:.2f}"
+
+
+def _commit(run: Run) -> str:
+    return (run.commit or run.fxamp_source)[:7]
+
+
+def _age_mark(m: Measurement, results: Results) -> str:
+    return " †" if compare.newer(m, results) else ""
 
 
 # ---- where fxamp loses -----------------------------------------------------------------------------------------------
@@ -206,12 +220,48 @@ def _defeats(results: Results, causes: Causes) -> list[str]:
         f"Rows of fxamp that take more than {compare.LOSS_RATIO} times the time of the fastest comparable peer.",
         "",
     ]
-    for defeat in found:
+    for defeat in sorted(found, key=lambda d: bool(compare.newer(d.fxamp, results))):
         m = defeat.fxamp
-        unexplained = _doubt(defeat) or "*not explained yet*"
+        unexplained = " ".join(filter(None, (_doubt(defeat), _outdated(defeat)))) or "*not explained yet*"
         cause = causes.get(m.workload, {}).get(m.system, unexplained)
-        of_peer = f"{_ratio(defeat.ratio)} of {defeat.peer.system}"
-        lines.append(f"- **{m.workload} / {m.system}**: {of_peer}. {cause}{_kernels(defeat)}")
+        of_peer = f"{_ratio(defeat.ratio)} of {defeat.peer.system} ({_commit(m.run)}, {m.run.date})"
+        lines.append(f"- **{m.workload} / {m.system}**{_age_mark(m, results)}: {of_peer}. {cause}{_kernels(defeat)}")
+    return [*lines, ""]
+
+
+def _outdated(defeat: Defeat) -> str:
+    """What fxamp took on the workload since, where a row is of an older source."""
+    since = compare.newer(defeat.fxamp, defeat.results)
+    if not since:
+        return ""
+    on = defeat.results.measurements[defeat.fxamp.workload]
+    took = dict.fromkeys(
+        f"{m.system} {_ratio(compare.ratio(m, peer))} of {peer.system} ({_commit(m.run)}, {m.run.date})"
+        for m in since
+        if (peer := compare.best_peer(m, on)) is not None
+    )
+    return f"Not measured since, and says nothing of fxamp as it is; newer rows here: {', '.join(took)}."
+
+
+def _memory_defeats(results: Results) -> list[str]:
+    if results.machine.device_type != "cuda":
+        return []
+    found = compare.memory_defeats(results)
+    lines = ["### Where fxamp holds more memory", ""]
+    if not found:
+        return [*lines, f"No row of fxamp reserves more than {compare.LOSS_RATIO} times the memory of its peer.", ""]
+    lines += [
+        f"Rows of fxamp whose peak reserved memory is more than {compare.LOSS_RATIO} times that of the fastest peer of their "
+        "precision that replays CUDA graphs where they do.",
+        "",
+    ]
+    for defeat in sorted(found, key=lambda d: bool(compare.newer(d.fxamp, results))):
+        m, peer = defeat.fxamp, defeat.peer
+        sizes = " / ".join(f"{x.facts.memory.reserved_bytes / 2**30:.2f}" for x in (m, peer) if x.facts and x.facts.memory)
+        lines.append(
+            f"- **{m.workload} / {m.system}**{_age_mark(m, results)}: {defeat.ratio:.2f} of {peer.system}, {sizes} GiB "
+            f"({_commit(m.run)}, {m.run.date})"
+        )
     return [*lines, ""]
 
 
@@ -263,13 +313,20 @@ def _workload(results: Results, workload: str) -> list[str]:
     for m in fastest_first:
         problem = compare.problem(m, on)
         form = {"fxamp": "**{}**", "ceiling": "*{}*"}.get(m.family, "{}")
-        name = form.format(m.system) + (" ✗" if problem else "")
+        name = form.format(m.system) + (" ✗" if problem else "") + _age_mark(m, results)
         lines.append(_line([name, *(cell(m, results) for cell in columns.values())]))
         notes += [f"- {m.system}: {note}" for note in (problem, *_notes(m)) if note]
     if any(m.family == "ceiling" for m in measured):
         notes.append(
             "- *in italics*: stores its weights low, which changes training and checkpoints. A bound, not a peer."
         )
+    old = {m.system: m.run for m in measured if compare.newer(m, results)}
+    if old:
+        newest = max((m.run for m in measured if m.family == "fxamp"), key=lambda r: results.sources.index(r.fxamp_source))
+        which = ", ".join(f"{name} ({_commit(run)}, {run.date})" for name, run in old.items())
+        notes.append(f"- † of an older fxamp than {_commit(newest)}, {newest.date}, which other rows here are of: {which}.")
+    if measured[0].workload_kind == "train" and not compare.trains_known(on):
+        notes.append(f"- no row of {REFERENCE}: whether these losses fall as in fp32 is not known.")
     noise = compare.process_noise(on)
     if noise is not None:
         notes.append(
@@ -426,7 +483,7 @@ def _not_measured(results: Results) -> list[str]:
 
 
 def _scaling(results: Results) -> list[str]:
-    lines = _passes(results) + _dispatch(results) + _variants(results)
+    lines = _passes(results) + _dispatch(results) + _swaps(results) + _variants(results)
     for over in dict.fromkeys(m.sweep_over for m in _measurements(results) if m.sweep_over is not None):
         lines += _sweep(results, over)
     if not lines:
@@ -473,6 +530,22 @@ def _dispatch(results: Results) -> list[str]:
     return [*lines, ""]
 
 
+def _swaps(results: Results) -> list[str]:
+    if not results.swaps:
+        return []
+    lines = [
+        "What a change of precision costs, in microseconds of a call. Half of the calls run in bf16 and half in fp32: "
+        "one half after the other, and by turns.",
+        "",
+        *_table_head(["calls of", "half after half", "by turns", "a change"]),
+    ]
+    for s in results.swaps:
+        kept, swapped = statistics.median(s.kept_us), statistics.median(s.swapped_us)
+        difference = statistics.median(a - b for a, b in zip(s.swapped_us, s.kept_us, strict=True))
+        lines.append(_line([s.what, f"{kept:.1f}", f"{swapped:.1f}", f"{difference:+.1f}"]))
+    return [*lines, ""]
+
+
 def _variants(results: Results) -> list[str]:
     if not results.variants:
         return []
@@ -496,25 +569,21 @@ def _variants(results: Results) -> list[str]:
 
 def _sweep(results: Results, over: str) -> list[str]:
     """Time of a step relative to the anchor's, as one thing grows."""
-    rows_of = {
-        on[next(iter(on))].sweep_value: on
-        for on in results.measurements.values()
-        if next(iter(on.values())).sweep_over == over
-    }
+    rows_of = compare.swept(results, over)
     names = list(dict.fromkeys(m.system for on in rows_of.values() for m in on.values() if m.timing is not None))
-    on_gpu = results.machine.device_type == "cuda"
-    lines = [f"Time of a step over that of {ANCHOR}, against {over}:", "", *_table_head([over, *names])]
-    for value in sorted(v for v in rows_of if v is not None):
-        on = rows_of[value]
-        lines.append(_line([str(value), *(_swept(on.get(name), on, on_gpu) for name in names)]))
+    crossing = CROSSINGS[results.machine.device_type][0]
+    lines = [f"Time of a step of `{crossing}` over that of {ANCHOR}, against {over}:", "", *_table_head([over, *names])]
+    for value, on in rows_of.items():
+        lines.append(_line([str(value), *(_swept(on.get(name), on, results) for name in names)]))
     return [*lines, ""]
 
 
-def _swept(m: Measurement | None, on: Mapping[str, Measurement], on_gpu: bool) -> str:
+def _swept(m: Measurement | None, on: Mapping[str, Measurement], results: Results) -> str:
     time_ms = None if m is None else compare.median_ms(m)
     if m is None or time_ms is None or ANCHOR not in on:
         return ""
-    return _ratio(compare.ratio(m, on[ANCHOR])) + (f", {_ms(time_ms)}" if on_gpu else "")
+    absolute = f", {_ms(time_ms)} ms" if results.machine.device_type == "cuda" else ""
+    return _ratio(compare.ratio(m, on[ANCHOR])) + absolute + _age_mark(m, results)
 
 
 # ---- precision that changes while training ----------------------------------------------------------------------------

@@ -171,6 +171,19 @@ class Dispatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Swap:
+    """What a change of precision costs the calls of something that was compiled in two."""
+
+    run: Run
+    what: str
+    kept_us: tuple[float, ...]
+    """Per repetition: mean time of a call, half of them in either precision, with one change between the halves."""
+    swapped_us: tuple[float, ...]
+    """The same calls, with a change before each."""
+    kind: Literal["swap"] = "swap"
+
+
+@dataclass(frozen=True, kw_only=True)
 class VariantMemory:
     """What a train step holds that is compiled in several combinations of precisions."""
 
@@ -238,11 +251,11 @@ class Distributed:
     kind: Literal["distributed"] = "distributed"
 
 
-Row = Measurement | CeilingsRow | PassTime | Dispatch | VariantMemory | ScheduledRun | Distributed
+Row = Measurement | CeilingsRow | PassTime | Dispatch | Swap | VariantMemory | ScheduledRun | Distributed
 
 
 _KINDS: Final[tuple[type[Row], ...]] = (
-    Measurement, CeilingsRow, PassTime, Dispatch, VariantMemory, ScheduledRun, Distributed,
+    Measurement, CeilingsRow, PassTime, Dispatch, Swap, VariantMemory, ScheduledRun, Distributed,
 )  # fmt: skip
 
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from rich.console import Console
 
 from bench import needs, origin, rows, scaling, systems, workloads
 from bench.config import Config
-from bench.contest import MIN_BUILD_S, Contest, Outcome
+from bench.contest import MIN_BUILD_S, Contest, Outcome, tunes
 from bench.crew import Crew, Hire
 from bench.measure import Work
-from bench.rows import CeilingsRow, Dispatch, Facts, Measurement, PassTime, Row, VariantMemory
+from bench.rows import CeilingsRow, Dispatch, Facts, Measurement, PassTime, Row, Swap, VariantMemory
 from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply, Worker
 from bench.workloads import Workload
+
+ScalingRow = TypeVar("ScalingRow", Dispatch, Swap, VariantMemory, PassTime)
+
+MIN_SCALE_S: Final = 5.0
+"""With less time than this left, nothing of how costs grow is begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,7 @@ def run(config: Config, console: Console) -> Done:
                 log=Path(folder) / f"{name}.log",
                 cache=Path(folder) / "caches" / (own_cache if config.measures_compile else shared),
                 num_threads=config.num_threads,
-                num_jobs=config.num_jobs,
+                num_jobs=1 if system and tunes(system.name) else config.num_jobs,  # who tunes has the machine alone
             )
 
         with _sigterm_interrupts(), closing(Bench(config, hire, console)) as bench:
@@ -222,24 +228,48 @@ class Bench:
 
     # ---- scaling -----------------------------------------------------------------------------------------------------
     def _measure_scaling(self) -> None:
-        """What is quick comes first: a budget ends the rest."""
-        is_quick = self.config.protocol == "quick"
-        for facts in self.crew.ask_device("measure_dispatch"):
-            self._write([Dispatch(run=self.run, **vars(facts))])
-        if not is_quick:
-            reply = self._measure_on_device("measure_variants", what="memory of variants")
-            self._write(VariantMemory(run=self.run, **vars(facts)) for facts in reply.value or ())
-        for num_nodes in scaling.NUM_NODES_QUICK if is_quick else scaling.NUM_NODES:
-            reply = self._measure_on_device("measure_passes", num_nodes, what=f"passes on {num_nodes} nodes")
-            if reply.status == "ok":
-                self._write([PassTime(run=self.run, **vars(reply.value))])
-        if not is_quick:
+        """What is quick comes first, and each row is written when it is there: a budget, or SIGTERM, ends the rest."""
+        for what in scaling.DISPATCHES:
+            self._scale(Dispatch, "measure_dispatch", what, f"calls, {what}", lambda row, what=what: row.what == what)
+        if self.config.protocol == "full":
+            for what in scaling.SWAPS:
+                self._scale(Swap, "measure_swaps", what, f"swaps, {what}", lambda row, what=what: row.what == what)
+            *few, many = scaling.NUM_REGIONS
+            for num_regions in few:
+                self._measure_variants(num_regions)
             for workload in workloads.sweeps(self.config.device_type).values():
                 self._measure(workload, [name for name in systems.SWEPT if name in self.config.systems])
+            self._measure_variants(many)
+        self._measure_passes()
 
-    def _measure_on_device(self, method: str, *arguments: Any, what: str) -> Reply:
-        """What may take long, and may fail."""
-        timeout_s = min(scaling.TIMEOUT_S, max(self.crew.left_s(), 1.0))
-        reply = self.crew.try_device(method, *arguments, timeout_s=timeout_s)
+    def _measure_variants(self, num_regions: int | None) -> None:
+        num_variants = 1 if num_regions is None else 2 ** (num_regions + 1)
+        is_same = lambda row: row.num_variants == num_variants  # noqa: E731
+        self._scale(VariantMemory, "measure_variants", num_regions, f"memory of {num_variants} variants", is_same)
+
+    def _measure_passes(self) -> None:
+        """A graph of ten times the size takes at least ten times as long."""
+        took_s = 0.0
+        for num_nodes in scaling.NUM_NODES_QUICK if self.config.protocol == "quick" else scaling.NUM_NODES:
+            if self.crew.left_s() < 10 * took_s:
+                self.crew.say(f"passes on {num_nodes} nodes: no time, left for another run")
+                return
+            begin_s = time.monotonic()
+            is_same = lambda row, num=num_nodes: abs(row.num_dynamo_nodes - num) < num / 2  # noqa: E731
+            self._scale(PassTime, "measure_passes", num_nodes, f"passes on {num_nodes} nodes", is_same)
+            took_s = time.monotonic() - begin_s
+
+    def _scale(
+        self, kind: type[ScalingRow], method: str, argument: Any, what: str, is_same: Callable[[ScalingRow], bool]
+    ) -> None:
+        """Asks the device for one row, unless it is known, or time is short. It may take long, and may fail."""
+        if any(isinstance(row, kind) and is_same(row) for row in self._known):
+            self.crew.say(f"{what}: known already")
+            return
+        if self.crew.left_s() < MIN_SCALE_S:
+            self.crew.say(f"{what}: no time, left for another run")
+            return
+        reply = self.crew.try_device(method, argument, timeout_s=min(scaling.TIMEOUT_S, self.crew.left_s()))
         self.crew.say(f"{what}: {reply.reason or 'measured'}")
-        return reply
+        if reply.status == "ok":
+            self._write([kind(run=self.run, **vars(reply.value))])

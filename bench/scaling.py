@@ -1,5 +1,5 @@
-"""How fxamp's own costs grow: time of its stages with the size of the graph, the cost of a call, and memory with the number
-of variants."""
+"""How fxamp's own costs grow: time of its stages with the size of the graph, the cost of a call and of a change of precision,
+and memory with the number of variants."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import fxamp
@@ -164,42 +165,38 @@ class DispatchFacts:
     fxamp_us: tuple[float, ...]
 
 
-def measure_dispatch(device_type: str, lower: str = "inductor") -> list[DispatchFacts]:
+DISPATCHES: Final[Mapping[str, tuple[Mapping[str, Any], bool]]] = {
+    "inference": ({"precision": "fp32"}, False),
+    "training, forward": ({"precision": "fp32"}, True),
+    "training, forward, of two precisions": ({"ladder": ("bf16", "fp32")}, True),
+}
+"""What is called -> (fields of the Amp, does it train?). With a ladder, fp32 is one of two precisions."""
+
+
+def measure_dispatch(device_type: str, what: str, lower: str = "inductor") -> DispatchFacts:
     """Calls what the back ends return for one tiny graph in fp32, in turns: the programs are the same, so that a
-    difference is fxamp's. With a ladder, fp32 is one of two precisions; where it changes, there and back before each call."""
-    alone, ladder = {"precision": "fp32", "lower": lower}, {"ladder": ("bf16", "fp32"), "lower": lower}
-    return [
-        _dispatch(device_type, "inference", alone, trains=False),
-        _dispatch(device_type, "training, forward", alone, trains=True),
-        _dispatch(device_type, "training, forward, of two precisions", ladder, trains=True),
-        _dispatch(device_type, "training, forward, two changes of precision before", ladder, trains=True, swaps=True),
-    ]
-
-
-def _dispatch(
-    device_type: str, what: str, options: Mapping[str, Any], *, trains: bool, swaps: bool = False
-) -> DispatchFacts:
-    peer = torch._dynamo.lookup_backend(options["lower"])
-    amp = fxamp.Amp(**options, cuda_graphs=False)
+    difference is fxamp's."""
+    fields, trains = DISPATCHES[what]
+    amp = fxamp.Amp(**fields, lower=lower, cuda_graphs=False)
     amp.set_precision("fp32")
-    calls = [_program(backend, device_type, trains=trains) for backend in (peer, amp)]
-    if swaps:
-        ours = calls[1]
-
-        def swapped() -> object:
-            amp.set_precision("bf16")
-            amp.set_precision("fp32")
-            return ours()
-
-        calls[1] = swapped
-    times_us: list[list[float]] = [[], []]
+    backends = (torch._dynamo.lookup_backend(lower), amp)
+    calls = [_program(backend, device_type, trains=trains) for backend in backends]
     with torch.set_grad_enabled(trains):
-        for repetition in range(NUM_REPETITIONS + 1):
-            for i in (0, 1) if repetition % 2 else (1, 0):
-                time_us = measure.time_block_ms(lambda call=calls[i]: _repeat(call), device_type) * 1e3 / NUM_CALLS
-                if repetition > 0:  # the first warms up
-                    times_us[i].append(time_us)
-    return DispatchFacts(what=what, inductor_us=tuple(times_us[0]), fxamp_us=tuple(times_us[1]))
+        inductor_us, fxamp_us = _take_turns([lambda call=call: _repeat(call) for call in calls], device_type, NUM_CALLS)
+    return DispatchFacts(what=what, inductor_us=inductor_us, fxamp_us=fxamp_us)
+
+
+def _take_turns(
+    blocks: Sequence[Callable[[], None]], device_type: str, num_calls: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean time of a call in two blocks of them, per repetition."""
+    times_us: tuple[list[float], list[float]] = [], []
+    for repetition in range(NUM_REPETITIONS + 1):
+        for i in (0, 1) if repetition % 2 else (1, 0):
+            time_us = measure.time_block_ms(blocks[i], device_type) * 1e3 / num_calls
+            if repetition > 0:  # the first warms up
+                times_us[i].append(time_us)
+    return tuple(times_us[0]), tuple(times_us[1])
 
 
 def _repeat(call: Callable[[], object]) -> None:
@@ -224,9 +221,63 @@ def _program(backend: Callable[..., Any], device_type: str, *, trains: bool) -> 
     return program
 
 
+# ---- changes of precision --------------------------------------------------------------------------------------------
+LADDER: Final = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapFacts:
+    """Time of calls of what was compiled in two precisions, half of them in either."""
+
+    what: str
+    kept_us: tuple[float, ...]
+    """With one change between the halves."""
+    swapped_us: tuple[float, ...]
+    """With a change before each call."""
+
+
+def measure_swaps(device_type: str, what: str, lower: str = "inductor") -> SwapFacts:
+    """Takes turns of calls in one precision after the other, and of the same calls in both by turns."""
+    amp, call, num_calls = SWAPS[what](device_type, lower)
+
+    def block(is_swapping: bool) -> None:
+        for i in range(num_calls):
+            if is_swapping or i in (0, num_calls // 2):
+                amp.set_precision(LADDER[i % 2 if is_swapping else i * 2 // num_calls])
+            call()
+
+    blocks = [lambda is_swapping=is_swapping: block(is_swapping) for is_swapping in (False, True)]
+    for warm_up in blocks:  # a train step is recorded
+        warm_up()
+    kept_us, swapped_us = _take_turns(blocks, device_type, num_calls)
+    return SwapFacts(what=what, kept_us=kept_us, swapped_us=swapped_us)
+
+
+def _swapped_graph(device_type: str, lower: Any) -> tuple[fxamp.Amp, Callable[[], object], int]:
+    amp = fxamp.Amp(ladder=LADDER, lower=lower, cuda_graphs=False)
+    return amp, _program(amp, device_type, trains=True), NUM_CALLS
+
+
+def _swapped_step(device_type: str, lower: Any) -> tuple[fxamp.Amp, Callable[[], object], int]:
+    amp = fxamp.Amp(ladder=LADDER, lower=lower)
+    torch.compiler.reset()
+    model = nn.Linear(8, 8, device=device_type)
+    step = amp.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), fused=device_type == "cuda"))
+    x, y = (torch.randn(8, 8, device=device_type) for _ in range(2))
+    return amp, lambda: step(x, y), NUM_CALLS // 5
+
+
+SWAPS: Final[Mapping[str, Callable[[str, Any], tuple[fxamp.Amp, Callable[[], object], int]]]] = {
+    "a compiled graph that trains, forward": _swapped_graph,
+    "a train step": _swapped_step,
+}
+"""What is called -> (device, lower) -> (its Amp, a call, how many calls take a turn)."""
+
+
 # ---- variants --------------------------------------------------------------------------------------------------------
 NUM_REGIONS: Final = (None, 0, 1, 2)
-"""Parts of the model that change their precision on their own, beside the rest; None: nothing changes."""
+"""Parts of the model that change their precision on their own, beside the rest; None: nothing changes. Each part more doubles
+the variants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,29 +291,32 @@ class VariantFacts:
     compile_s: float
 
 
-def measure_variants(
-    device_type: str, lower: str = "inductor", num_regions: Sequence[int | None] = NUM_REGIONS
-) -> list[VariantFacts]:
-    """Train steps of one network, with more and more variants. All of them are kept until the last is measured: what one gives
-    back would hide what the next one takes."""
-    kept: list[object] = [_stepped(device_type, lower, 1)]  # the first also holds what is imported and set up once
-    found: list[VariantFacts] = []
-    for number in num_regions:
-        host_before, device_before, start_s = _resident_bytes(), _reserved_bytes(device_type), time.process_time()
-        amp, model, step = _stepped(device_type, lower, number)
+class VariantMeter:
+    """Train steps of one network, each compiled with nothing in the caches. All of them are kept: what one gives back would
+    hide what the next one takes."""
+
+    def __init__(self, device_type: str, lower: str = "inductor") -> None:
+        self.device_type, self.lower = device_type, lower
+        self._kept: list[object] = [self._stepped(None)]  # also holds what is imported and set up once
+
+    def measure(self, num_regions: int | None) -> VariantFacts:
+        """Makes one more."""
+        host_before, device_before, start_s = _resident_bytes(), _reserved_bytes(self.device_type), time.process_time()
+        amp, model, step = self._stepped(num_regions)
         compile_s = time.process_time() - start_s
-        kept.append((amp, model, step))
-        host_after, device_after = _resident_bytes(), _reserved_bytes(device_type)
-        found.append(
-            VariantFacts(
-                num_variants=max(len(g.variants) for g in amp.graphs),
-                num_parameters=sum(p.numel() for p in model.parameters()),
-                host_bytes=None if host_before is None or host_after is None else host_after - host_before,
-                device_bytes=None if device_before is None or device_after is None else device_after - device_before,
-                compile_s=compile_s,
-            )
+        self._kept.append((amp, model, step))
+        host_after, device_after = _resident_bytes(), _reserved_bytes(self.device_type)
+        return VariantFacts(
+            num_variants=max(len(g.variants) for g in amp.graphs),
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            host_bytes=None if host_before is None or host_after is None else host_after - host_before,
+            device_bytes=None if device_before is None or device_after is None else device_after - device_before,
+            compile_s=compile_s,
         )
-    return found
+
+    def _stepped(self, num_regions: int | None) -> tuple[fxamp.Amp, nn.Module, object]:
+        with fresh_cache():  # else what one before has loaded would cost nothing
+            return _stepped(self.device_type, self.lower, num_regions)
 
 
 def _stepped(device_type: str, lower: Any, num_regions: int | None) -> tuple[fxamp.Amp, nn.Module, object]:
@@ -271,7 +325,7 @@ def _stepped(device_type: str, lower: Any, num_regions: int | None) -> tuple[fxa
     if num_regions:
         options["regions"] = {f"part{i}": str(i) for i in range(num_regions)}
     amp = fxamp.Amp(**options, lower=lower)
-    model = nn.Sequential(*(_Residual(256) for _ in range(4)))
+    model = nn.Sequential(*(_Residual(256) for _ in range(3)))
     model.to(device_type)
     optimizer = torch.optim.AdamW(model.parameters(), fused=device_type == "cuda")
     step = amp.train_step(model, F.mse_loss, optimizer)

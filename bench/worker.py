@@ -76,6 +76,7 @@ class Server:
         self.system, self.device_type = system, device_type
         self._job: _Job | None = None
         self._steady_ms = 0.0
+        self._variant_meter: scaling.VariantMeter | None = None
 
     # -- of the device -------------------------------------------------------------------------------------------------
     def start_up(self) -> dict[str, Any]:
@@ -102,11 +103,15 @@ class Server:
     def measure_passes(self, num_nodes: int) -> scaling.PassFacts:
         return scaling.measure_passes(num_nodes)
 
-    def measure_dispatch(self) -> list[scaling.DispatchFacts]:
-        return scaling.measure_dispatch(self.device_type)
+    def measure_dispatch(self, what: str) -> scaling.DispatchFacts:
+        return scaling.measure_dispatch(self.device_type, what)
 
-    def measure_variants(self) -> list[scaling.VariantFacts]:
-        return scaling.measure_variants(self.device_type)
+    def measure_swaps(self, what: str) -> scaling.SwapFacts:
+        return scaling.measure_swaps(self.device_type, what)
+
+    def measure_variants(self, num_regions: int | None) -> scaling.VariantFacts:
+        self._variant_meter = self._variant_meter or scaling.VariantMeter(self.device_type)
+        return self._variant_meter.measure(num_regions)
 
     # -- of a workload -------------------------------------------------------------------------------------------------
     def build(self, name: str, num_parallel_builds: int) -> Facts:
@@ -340,6 +345,7 @@ class Worker:
     def __init__(
         self, system: System | None, device_type: str, *, log: Path, cache: Path, num_threads: int | None, num_jobs: int
     ) -> None:
+        """`num_jobs`: how many compile beside each other, and share the cores."""
         self._system, self._device_type, self._log, self._cache = system, device_type, log, cache
         self._num_threads = num_threads
         self._num_compile_threads = max(1, (os.cpu_count() or 1) // num_jobs)

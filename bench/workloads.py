@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -472,29 +473,36 @@ def all_workloads() -> dict[str, Workload]:
     return {w.name: w for w in (*full, *_small())}
 
 
+CROSSINGS: Final[Mapping[str, tuple[str, Mapping[SweepOver, int]]]] = MappingProxyType(
+    {"cuda": ("tiny-gpt", {"layers": 4, "batch size": 8}), "cpu": ("gpt-small", {"layers": 1, "batch size": 8})}
+)
+"""Device -> (the workload that both sweeps go through, its values)."""
+
+
 def sweeps(device_type: str) -> dict[str, Workload]:
-    """A small GPT with more and more layers, and with larger and larger batches."""
-    on_gpu = device_type == "cuda"
-    all_layers, all_batch_sizes = ((1, 2, 4, 8, 16), (1, 8, 64, 512)) if on_gpu else ((1, 2, 4), (2, 8, 32))
+    """A small GPT with more and fewer layers, and with larger and smaller batches. Both sweeps go through one that is a
+    workload of its own, and comes first; then the extremes, for runs that end early."""
+    name, at = CROSSINGS[device_type]
+    crossing = all_workloads()[name]
+    all_layers, all_batch_sizes = ((16, 1), (512, 64, 1)) if device_type == "cuda" else ((4, 2), (32, 2))
 
     def make(sweep: tuple[SweepOver, int], num_layers: int, batch_size: int) -> Workload:
         size = TextSize(num_layers=num_layers, num_heads=4, width=128, num_positions=64, num_tokens=256)
-        return Workload(
-            name=f"gpt-{num_layers}-layers-batch-{batch_size}" + ("" if sweep[0] == "layers" else "-by-batch"),
-            about=f"GPT, {num_layers} layers of width 128, B{batch_size} T64",
-            size="full" if on_gpu else "small",
+        return replace(
+            crossing,
+            name=f"gpt-{num_layers}-layers-batch-{batch_size}",
+            about=f"GPT, {num_layers} {'layer' if num_layers == 1 else 'layers'} of width 128, B{batch_size} T64",
             model=lambda: TextModel(size),
             batch=tokens(batch_size, 64, 256),
-            criterion=token_loss,
             num_items=batch_size * 64,
-            learning_rate=1e-3,
             num_loss_steps=8,
             sweep=sweep,
         )
 
-    over_layers = [make(("layers", n), n, 8) for n in all_layers]
-    over_batch_sizes = [make(("batch size", n), 4 if on_gpu else 1, n) for n in all_batch_sizes]
-    return {w.name: w for w in (*over_layers, *over_batch_sizes)}
+    over_layers = [make(("layers", n), n, at["batch size"]) for n in all_layers]
+    over_batch_sizes = [make(("batch size", n), at["layers"], n) for n in all_batch_sizes]
+    by_turns = [w for pair in zip_longest(over_layers, over_batch_sizes) for w in pair if w is not None]
+    return {w.name: w for w in (crossing, *by_turns)}
 
 
 def find(name: str) -> Workload:

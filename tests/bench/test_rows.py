@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench import rows
-from bench.rows import Dispatch, PassTime, VariantMemory
+from bench.rows import Dispatch, PassTime, Swap, VariantMemory
 from tests.bench.make import CPU, GPU, ceilings, distributed, facts, measurement, run
 
 ROWS = [
@@ -19,6 +19,7 @@ ROWS = [
     ceilings(),
     PassTime(run=run(), num_dynamo_nodes=10, num_joint_nodes=30, stage_ms={"plan": 1.0}, compile_s=2.0),
     Dispatch(run=run(machine=CPU), what="training", inductor_us=(1.0, 2.0), fxamp_us=(3.0, 4.0)),
+    Swap(run=run(), what="a train step", kept_us=(1.0,), swapped_us=(2.0,)),
     distributed("fxamp-bf16", memory=None, note="replayed"),
     VariantMemory(run=run(), num_variants=2, num_parameters=10, host_bytes=None, device_bytes=4, compile_s=3.0),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -18,7 +19,7 @@ from bench import rows, run, scaling
 from bench.config import Config
 from bench.contest import rotated
 from bench.measure import Ceilings, Launches, Memory, Work
-from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime, VariantMemory
+from bench.rows import CeilingsRow, Dispatch, Measurement, PassTime, Swap, VariantMemory
 from bench.run import Bench
 from bench.systems import ANCHOR, CONTROL, System
 from bench.worker import Reply
@@ -90,11 +91,17 @@ class Pretended:
     def measure_passes(self, num_nodes: int) -> scaling.PassFacts:
         return scaling.PassFacts(num_dynamo_nodes=num_nodes, num_joint_nodes=3, stage_ms={"plan": 1.0}, compile_s=1.0)
 
-    def measure_dispatch(self) -> list[scaling.DispatchFacts]:
-        return [scaling.DispatchFacts(what="training", inductor_us=(1.0,), fxamp_us=(2.0,))]
+    def measure_dispatch(self, what: str) -> scaling.DispatchFacts:
+        return scaling.DispatchFacts(what=what, inductor_us=(1.0,), fxamp_us=(2.0,))
 
-    def measure_variants(self) -> list[scaling.VariantFacts]:
-        return [scaling.VariantFacts(num_variants=2, num_parameters=10, host_bytes=5, device_bytes=None, compile_s=1.0)]
+    def measure_swaps(self, what: str) -> scaling.SwapFacts:
+        return scaling.SwapFacts(what=what, kept_us=(1.0,), swapped_us=(2.0,))
+
+    def measure_variants(self, num_regions: int | None) -> scaling.VariantFacts:
+        num_variants = 1 if num_regions is None else 2 ** (num_regions + 1)
+        return scaling.VariantFacts(
+            num_variants=num_variants, num_parameters=10, host_bytes=5, device_bytes=None, compile_s=1.0
+        )
 
     def build(self, name: str, num_parallel_builds: int) -> Any:
         self.world.built.add(self.name)
@@ -509,11 +516,81 @@ def test_scaling(config):
     bench.measure_all()
     found = list(rows.read(bench.path))
     assert [r.num_dynamo_nodes for r in found if isinstance(r, PassTime)] == list(scaling.NUM_NODES)
-    assert len([r for r in found if isinstance(r, Dispatch)]) == 1
-    assert [r.num_variants for r in found if isinstance(r, VariantMemory)] == [2]
+    assert [r.what for r in found if isinstance(r, Dispatch)] == list(scaling.DISPATCHES)
+    assert [r.what for r in found if isinstance(r, Swap)] == list(scaling.SWAPS)
+    assert [r.num_variants for r in found if isinstance(r, VariantMemory)] == [1, 2, 4, 8]
     swept = [r for r in found if isinstance(r, Measurement)]
-    assert {r.sweep_over for r in swept} == {"layers", "batch size"}
+    assert {r.sweep_over for r in swept} == {"layers", "batch size", None}
+    assert {r.workload for r in swept if r.sweep_over is None} == {"gpt-small"}
     assert {r.system for r in swept} == {ANCHOR, "fxamp-bf16"}
+    assert {r.facts.launches for r in swept if r.sweep_over and r.facts} == {None}  # of sweeps only times are shown
+
+
+def scale(config: Config, world: World) -> list[tuple[str, Any]]:
+    """Rows of a run that only scales: their kinds, and what tells them apart."""
+    bench = Bench(replace(config, does_scaling=True, workloads=()), world.hire, Console(file=io.StringIO()))
+    with run._sigterm_interrupts(), contextlib.suppress(KeyboardInterrupt):
+        bench.measure_all()
+    keys = {
+        Dispatch: lambda r: r.what,
+        Swap: lambda r: r.what,
+        VariantMemory: lambda r: r.num_variants,
+        PassTime: lambda r: r.num_dynamo_nodes,
+        Measurement: lambda r: (r.workload, r.system),
+        CeilingsRow: lambda _: None,
+    }
+    return [(r.kind, keys[type(r)](r)) for r in rows.read(bench.path)]
+
+
+def test_what_of_the_scaling_is_known_is_not_asked_again(config):
+    first = World()
+    all_rows = scale(config, first)
+    again = World()
+    assert scale(config, again) == [*all_rows, ("ceilings", None)]
+    assert {method for _, method in again.log} == {"start_up", "measure_ceilings"}
+
+
+def test_a_scaling_that_is_ended_keeps_its_rows(config):
+    """SIGTERM while the device measures the second number of variants."""
+    world = World()
+    ok = World().hire(None)
+
+    def answer() -> Reply:
+        if world.order("measure_variants") == ["device"]:
+            return Reply(status="ok", value=ok.measure_variants(None))
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("SIGTERM came late")
+
+    world.planted["device", "measure_variants"] = answer
+    assert scale(config, world)[1:] == [
+        *(("dispatch", what) for what in scaling.DISPATCHES),
+        *(("swap", what) for what in scaling.SWAPS),
+        ("variant_memory", 1),
+    ]
+
+
+def test_a_scaling_that_fails_in_one_thing_goes_on(config):
+    world = World(planted={("device", "measure_swaps"): lambda: Reply(status="error", reason="no")})
+    kinds = {kind for kind, _ in scale(config, world)}
+    assert kinds == {"ceilings", "dispatch", "variant_memory", "measurement", "pass_time"}
+
+
+def test_a_scaling_begins_with_what_is_quick(config, clock):
+    """Passes on ten times the nodes take ten times as long."""
+    facts = World().hire(None).measure_passes(100)
+    world = World(planted={("device", "measure_passes"): clock.takes(30, facts)})
+    assert ("pass_time", 100) in scale(replace(config, budget_s=100.0), world)
+    assert len(world.order("measure_passes")) == 1  # 70 s are left
+    assert world.log[-1] == ("device", "measure_passes")
+    assert world.log[1:3] == [("device", "measure_ceilings"), ("device", "measure_dispatch")]
+    assert world.log.index(("device", "measure_swaps")) < world.log.index((ANCHOR, "build"))
+
+
+def test_without_time_nothing_of_a_scaling_is_begun(config, clock):
+    world = World()
+    clock.now_s = 0.0
+    world.planted["device", "measure_ceilings"] = clock.takes(96, World().hire(None).measure_ceilings())
+    assert scale(replace(config, budget_s=100.0), world) == [("ceilings", None)]
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------

@@ -43,16 +43,44 @@ def test_time_spent_in_functions_adds_up():
 def test_calls_of_both_programs_are_timed(monkeypatch):
     monkeypatch.setattr(scaling, "NUM_CALLS", 5)
     monkeypatch.setattr(scaling, "NUM_REPETITIONS", 3)
-    facts = scaling.measure_dispatch("cpu", lower="aot_eager")
-    assert [f.what for f in facts] == [
-        "inference",
-        "training, forward",
-        "training, forward, of two precisions",
-        "training, forward, two changes of precision before",
-    ]
-    for f in facts:
-        assert len(f.inductor_us) == len(f.fxamp_us) == 3
-        assert min(*f.inductor_us, *f.fxamp_us) > 0
+    for what in scaling.DISPATCHES:
+        facts = scaling.measure_dispatch("cpu", what, lower="aot_eager")
+        assert facts.what == what
+        assert len(facts.inductor_us) == len(facts.fxamp_us) == 3
+        assert min(*facts.inductor_us, *facts.fxamp_us) > 0
+
+
+@pytest.mark.parametrize("what", scaling.SWAPS)
+def test_calls_run_in_both_precisions_as_often_with_few_changes_as_with_many(monkeypatch, what):
+    monkeypatch.setattr(scaling, "NUM_CALLS", 20)
+    monkeypatch.setattr(scaling, "NUM_REPETITIONS", 3)
+    asked: list[str | None] = []
+    make = scaling.SWAPS[what]
+
+    def recording(device_type: str, lower: str):
+        amp, call, num_calls = make(device_type, lower)
+        set_precision = amp.set_precision
+
+        def swap(precision):
+            asked.append(precision)
+            set_precision(precision)
+
+        monkeypatch.setattr(amp, "set_precision", swap)
+
+        def counted() -> object:
+            asked.append(None)
+            return call()
+
+        return amp, counted, num_calls
+
+    monkeypatch.setattr(scaling, "SWAPS", {what: recording})
+    facts = scaling.measure_swaps("cpu", what, lower="aot_eager")
+    assert len(facts.kept_us) == len(facts.swapped_us) == 3
+    num_calls = 4 if what == "a train step" else 20
+    kept = ["bf16", *[None] * (num_calls // 2), "fp32", *[None] * (num_calls // 2)]
+    swapped = ["bf16", None, "fp32", None] * (num_calls // 2)
+    assert asked[: len(kept) + len(swapped)] == kept + swapped
+    assert sorted(asked[len(kept) + len(swapped) :], key=str) == sorted((kept + swapped) * 4, key=str)
 
 
 def test_programs_compute_the_layer():
@@ -66,8 +94,9 @@ def test_programs_compute_the_layer():
 
 @pytest.mark.slow  # compiles four train steps
 def test_memory_of_train_steps_with_more_and_more_variants():
-    found = scaling.measure_variants("cpu", lower="aot_eager", num_regions=(None, 1))
+    meter = scaling.VariantMeter("cpu", lower="aot_eager")
+    found = [meter.measure(num_regions) for num_regions in (None, 1)]
     assert [f.num_variants for f in found] == [1, 4]
     assert {f.device_bytes for f in found} == {None}
-    assert found[0].num_parameters == 4 * (2 * 256 * 256 + 4 * 256)
+    assert found[0].num_parameters == 3 * (2 * 256 * 256 + 4 * 256)
     assert all(f.compile_s > 0 and f.host_bytes is not None for f in found)

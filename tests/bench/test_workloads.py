@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import systems, workloads
+from bench.models import TextModel
 from bench.systems import REFERENCE
 from bench.workloads import NUM_BATCHES
 
@@ -13,7 +14,8 @@ RUNNABLE = [name for name, w in workloads.all_workloads().items() if w.size == "
 def test_names_are_distinct_and_found():
     everything = [workloads.all_workloads(), workloads.sweeps("cpu"), workloads.sweeps("cuda")]
     assert all(w.name == name for group in everything for name, w in group.items())
-    assert not everything[0].keys() & (everything[1].keys() | everything[2].keys())
+    crossings = {name for name, _ in workloads.CROSSINGS.values()}
+    assert everything[0].keys() & (everything[1].keys() | everything[2].keys()) == crossings
     assert workloads.find("gpt2").name == "gpt2"
 
 
@@ -21,6 +23,24 @@ def test_sweeps_agree_where_names_do():
     """The same name on both kinds of device has to be the same work, since workers find it by its name."""
     cpu, gpu = workloads.sweeps("cpu"), workloads.sweeps("cuda")
     assert [cpu[n].about for n in cpu if n in gpu] == [gpu[n].about for n in cpu if n in gpu]
+
+
+@pytest.mark.parametrize("device_type", workloads.CROSSINGS)
+def test_a_sweep_changes_one_thing_of_the_workload_that_it_goes_through(device_type):
+    crossing, *points = workloads.sweeps(device_type).values()
+    name, at = workloads.CROSSINGS[device_type]
+    assert (crossing.name, crossing.sweep) == (name, None)
+    for point in points:
+        assert point.sweep is not None
+        over, value = point.sweep
+        with torch.device("meta"):
+            (x, _), model = point.batch(), point.model()
+        assert isinstance(model, TextModel)
+        now = {"layers": len(model.blocks), "batch size": len(x)}
+        assert now == {**at, over: value}
+        assert value != at[over]
+        assert point.num_items == x.numel()
+    assert {over for over, _ in (p.sweep for p in points if p.sweep)} == set(at)
 
 
 def test_defaults_by_device():
