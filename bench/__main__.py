@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from rich.console import Console
 
-from bench import origin, report, run, systems, workloads
+from bench import origin, plots, report, run, systems, workloads
 from bench.config import Config
 from bench.worker import without_folders
 
@@ -24,8 +24,8 @@ EPILOG: Final = """examples:
   python -m bench                                          everything that this machine can run
   python -m bench --only tiny-gpt gpt2 --systems 'fxamp-*' some of it; what the results have already is left out
   python -m bench --only 'llama-*' --budget-s 450          what takes 450 s; the command to go on with is printed
-  python -m bench --scaling --only none                    time of fxamp's passes and calls, over depth and batch
-  python -m bench --report                                 only write the tables from the results
+  python -m bench --scaling --only none                    what calls, swaps, variants and passes cost; depth and batch
+  python -m bench --report                                 only write the tables from the results; with --plots, pictures too
   python -m bench.kernels gpt2 SYSTEM SYSTEM               which kernels two systems run, where they differ (GPU)
 """
 
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--reuse-peers", action="store_true", help="keep rows of peers although the source has changed"
     )
     results.add_argument("--report", action="store_true", help="measure nothing, write the tables")
-    results.add_argument("--plots", action="store_true", help="draw the tables too; needs matplotlib")
+    results.add_argument("--plots", action="store_true", help="draw too; the tables show what is drawn. Needs matplotlib")
     results.add_argument("--list", action="store_true", help="list workloads and systems, and stop")
     return out
 
@@ -158,6 +158,8 @@ def main(arguments: Sequence[str]) -> int:
             for name, waiting in done.left.items():
                 console.print(f"left for another run: {name}: {', '.join(waiting)}", highlight=False)
             console.print(f"go on with: {command_for_rest(arguments, done.left)}", highlight=False)
+    for drawn in plots.draw(report.load(args.results), args.results) if args.plots else ():  # the tables show them
+        console.print(f"plot: {drawn}", highlight=False)
     is_ours = args.results.resolve() == RESULTS
     page_path = RESULTS.parent / "RESULTS.md" if is_ours else args.results / "RESULTS.md"
     report.write(
@@ -167,11 +169,6 @@ def main(arguments: Sequence[str]) -> int:
         report.read_causes(RESULTS.parent / "causes.toml"),
     )
     console.print(f"tables: {page_path}", highlight=False)
-    if args.plots:
-        from bench import plots  # matplotlib is optional
-
-        for drawn in plots.draw(report.load(args.results), args.results):
-            console.print(f"plot: {drawn}", highlight=False)
     return 130 if is_interrupted else 0
 
 

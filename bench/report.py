@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,9 @@ else:
 
 BEGIN: Final = "<!-- bench:begin -->"
 END: Final = "<!-- bench:end -->"
+
+Pictures = Mapping[str, str]
+NONE_DRAWN: Final[Pictures] = {}
 
 Causes = Mapping[str, Mapping[str, str]]
 """Workload -> system -> why it loses, written by hand."""
@@ -81,14 +85,23 @@ def with_table(readme: str, table: str) -> str:
 def write(folder: Path, page_path: Path, readme: Path | None, causes: Causes) -> None:
     """Writes RESULTS.md, and the table into the README if that has the markers."""
     all_results = load(folder)
-    page_path.write_text(page(all_results, causes), encoding="utf-8")
+    page_path.write_text(page(all_results, causes, pictures(folder, page_path)), encoding="utf-8")
     if readme is not None and readme.exists() and any(r.measurements for r in all_results):
         old = readme.read_text(encoding="utf-8")
-        readme.write_text(with_table(old, readme_table(all_results)), encoding="utf-8")
+        readme.write_text(with_table(old, readme_table(all_results, pictures(folder, readme))), encoding="utf-8")
+
+
+def pictures(folder: Path, page_path: Path) -> Pictures:
+    """Of `bench.plots`, as far as they are drawn: name -> link from a page."""
+    return {p.name: Path(os.path.relpath(p, page_path.parent)).as_posix() for p in sorted(folder.glob("*.svg"))}
+
+
+def picture_stem(results: Results) -> str:
+    return results.machine.slug + ("" if results.protocol == "full" else f"-{results.protocol}")
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
-def page(all_results: Sequence[Results], causes: Causes) -> str:
+def page(all_results: Sequence[Results], causes: Causes, drawn: Pictures = NONE_DRAWN) -> str:
     """RESULTS.md."""
     parts = [
         "# Results",
@@ -99,15 +112,29 @@ def page(all_results: Sequence[Results], causes: Causes) -> str:
     for results in all_results:
         parts += [f"## {_title(results)}", ""]
         if results.measurements:
-            parts += [*_origin(results), "", *headline(results), "", *_defeats(results, causes)]
+            parts += [*_origin(results), "", *headline(results), "", *_picture(results, "", drawn)]
+            parts += _defeats(results, causes)
             parts += _memory_defeats(results)
         for workload in _plain_workloads(results):
             parts += _workload(results, workload)
-        parts += _not_measured(results) + _scaling(results) + _scheduled(results) + _distributed(results)
+        parts += _not_measured(results) + _scaling(results, drawn) + _scheduled(results) + _distributed(results)
     return "\n".join([*parts, "## How it is measured", "", HOW])
 
 
-def readme_table(all_results: Sequence[Results]) -> str:
+def _picture(results: Results, suffix: str, drawn: Pictures) -> list[str]:
+    name = f"{picture_stem(results)}{suffix}.svg"
+    return [f"![{_PICTURED[suffix]}, {_title(results)}]({drawn[name]})", ""] if name in drawn else []
+
+
+_PICTURED: Final[Mapping[str, str]] = {
+    "": "Time of a step over that of the best peer",
+    "-passes": "Time of passes against the size of the graph",
+    "-variants": "Memory against the number of variants",
+    "-sweeps": "Time of a step against layers and batch size",
+}
+
+
+def readme_table(all_results: Sequence[Results], drawn: Pictures = NONE_DRAWN) -> str:
     """The headline of the first machine: a GPU, if one was measured."""
     first = all_results[0]
     versions = next(iter(_measurements(first))).run.versions
@@ -117,7 +144,8 @@ def readme_table(all_results: Sequence[Results]) -> str:
         "",
         *headline(first),
     ]
-    return "\n".join([*lines, "", "[All systems, memory, losses, and where fxamp loses](bench/RESULTS.md)"])
+    lines += ["", *_picture(first, "", drawn), "[All systems, memory, losses, and where fxamp loses](bench/RESULTS.md)"]
+    return "\n".join(lines)
 
 
 def _title(results: Results) -> str:
@@ -169,23 +197,23 @@ def headline(results: Results) -> list[str]:
     lines = _table_head(
         ["workload", "precision", "best peer", "best of fxamp", "fxamp / peer", *(["memory"] if on_gpu else []), "commit"]
     )
+    for workload, title, fxamp, peer in best_of_both(results):
+        ratio = _ratio(compare.ratio(fxamp, peer), bold=True)
+        cells = [workload, title, _named(peer, on_gpu), _named(fxamp, on_gpu), ratio]
+        cells += [_memory_ratio(fxamp, results.measurements[workload])] if on_gpu else []
+        lines.append(_line([*cells, _commit(fxamp.run) + _age_mark(fxamp, results)]))
+    return lines
+
+
+def best_of_both(results: Results) -> Iterator[tuple[str, str, Measurement, Measurement]]:
+    """(workload, class of precision, the fastest of fxamp, the fastest peer)."""
     for workload in _plain_workloads(results):
         on = results.measurements[workload]
         for title, ours, theirs in _CLASSES:
             fxamp = compare.best((m for m in on.values() if m.family == "fxamp" and m.precision in ours), on)
             peer = compare.best((m for m in on.values() if m.family == "peer" and m.precision in theirs), on)
-            if fxamp is None or peer is None:
-                continue
-            cells = [
-                workload,
-                title,
-                _named(peer, on_gpu),
-                _named(fxamp, on_gpu),
-                _ratio(compare.ratio(fxamp, peer), bold=True),
-            ]
-            cells += [_memory_ratio(fxamp, on)] if on_gpu else []
-            lines.append(_line([*cells, _commit(fxamp.run) + _age_mark(fxamp, results)]))
-    return lines
+            if fxamp is not None and peer is not None:
+                yield workload, title, fxamp, peer
 
 
 def _named(m: Measurement, on_gpu: bool) -> str:
@@ -482,10 +510,12 @@ def _not_measured(results: Results) -> list[str]:
     return lines + (["### Not measured", "", *absent, ""] if absent else [])
 
 
-def _scaling(results: Results) -> list[str]:
-    lines = _passes(results) + _dispatch(results) + _swaps(results) + _variants(results)
+def _scaling(results: Results, drawn: Pictures) -> list[str]:
+    lines = _passes(results) + _picture(results, "-passes", drawn) + _dispatch(results) + _swaps(results)
+    lines += _variants(results) + _picture(results, "-variants", drawn)
     for over in dict.fromkeys(m.sweep_over for m in _measurements(results) if m.sweep_over is not None):
         lines += _sweep(results, over)
+    lines += _picture(results, "-sweeps", drawn)
     if not lines:
         return []
     return ["### How costs grow", "", *lines]

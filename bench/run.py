@@ -59,7 +59,7 @@ def run(config: Config, console: Console) -> Done:
                 log=Path(folder) / f"{name}.log",
                 cache=Path(folder) / "caches" / (own_cache if config.measures_compile else shared),
                 num_threads=config.num_threads,
-                num_jobs=1 if system and tunes(system.name) else config.num_jobs,  # who tunes has the machine alone
+                num_jobs=num_beside(system, config.num_jobs),
             )
 
         with _sigterm_interrupts(), closing(Bench(config, hire, console)) as bench:
@@ -68,6 +68,11 @@ def run(config: Config, console: Console) -> Done:
             except KeyboardInterrupt:
                 return Done(path=bench.path, left=bench.left(), is_interrupted=True)
             return Done(path=bench.path, left=bench.left(), is_interrupted=False)
+
+
+def num_beside(system: System | None, num_jobs: int) -> int:
+    """How many compile beside a system, itself included: who tunes kernels has the machine alone, and all of its threads."""
+    return 1 if system is not None and tunes(system.name) else num_jobs
 
 
 @contextmanager

@@ -47,14 +47,16 @@ def test_results_page_agrees_with_the_json_lines():
     has_rows = any(RESULTS.glob("*.jsonl"))
     assert (written is not None) == has_rows, "python -m bench --report"
     causes = report.read_causes(RESULTS.parent / "causes.toml")
-    assert written is None or written == report.page(report.load(RESULTS), causes), "python -m bench --report"
+    drawn = report.pictures(RESULTS, page_path)
+    assert written is None or written == report.page(report.load(RESULTS), causes, drawn), "python -m bench --report"
 
 
 def test_readme_agrees_with_the_json_lines():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     all_results = report.load(RESULTS)
     if all_results:
-        assert readme == report.with_table(readme, report.readme_table(all_results)), "python -m bench --report"
+        table = report.readme_table(all_results, report.pictures(RESULTS, ROOT / "README.md"))
+        assert readme == report.with_table(readme, table), "python -m bench --report"
     else:
         assert report.BEGIN not in readme, "the README has a place for a table, and there are no results"
 
@@ -106,6 +108,13 @@ def test_written_files(tmp_path):
     report.write(tmp_path / "results", tmp_path / "RESULTS.md", readme, {})
     assert (tmp_path / "RESULTS.md").read_text() == page_of(*ROWS)
     assert report.readme_table(compare.results_of(ROWS)) in readme.read_text()
+
+    (tmp_path / "results" / "some-gpu.svg").touch()
+    (tmp_path / "results" / "of-others.svg").touch()
+    report.write(tmp_path / "results", tmp_path / "RESULTS.md", readme, {})
+    for page in (readme, tmp_path / "RESULTS.md"):
+        assert page.read_text().count("](results/some-gpu.svg)") == 1
+        assert "of-others" not in page.read_text()
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench import rows, run, scaling
+from bench import rows, run, scaling, systems
 from bench.config import Config
 from bench.contest import rotated
 from bench.measure import Ceilings, Launches, Memory, Work
@@ -461,6 +461,11 @@ def test_who_tunes_kernels_is_built_alone_and_last(config):
     tuned = found[tuner].facts
     assert tuned is not None
     assert tuned.num_parallel_builds == 1
+
+
+def test_who_tunes_kernels_has_all_threads():
+    known = systems.all_systems()
+    assert [run.num_beside(known.get(name), 6) for name in ("fxamp-bf16-max-autotune", ANCHOR, "none")] == [1, 6, 6]
 
 
 def test_who_runs_out_of_memory_in_company_tries_again_beside_the_anchor(config):
