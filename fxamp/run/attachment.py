@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -148,15 +148,18 @@ class Attachment:
         tensors = [t for scaler in self._live() for t in scaler.settled_for(ids, device)]
         return (*tensors, *(() if self.num_skipped is None else (self.num_skipped,)))
 
-    @contextlib.contextmanager
-    def round_of(self, optimizer: Optimizer) -> Generator[None]:
+    def round_of(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """See `Scaler.round_of`."""
+        unfinished = [scaler for scaler in self._live() if scaler.is_amid_a_round(optimizer)]
+        return self._alone(optimizer, unfinished) if unfinished else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _alone(self, optimizer: Optimizer, unfinished: Sequence[Scaler]) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            for scaler in self._live():
+            for scaler in unfinished:
                 stack.enter_context(scaler.round_alone(optimizer))
             yield
 
-    @torch.no_grad()
     def end_round(self) -> None:
         """See `Scaler.round_of`."""
         for scaler in self._live():

@@ -183,8 +183,10 @@ class LowLeaves:
         for leaf in stale:
             leaf.is_known = writes.is_alone(leaf.weight)  # who has an address from before leaves the mark
 
-    def forget(self, *, but: Iterable[Leaf] = ()) -> None:
-        """After a step: the weights have been written, by address; `but`: and these copies with them."""
+    def forget(self, *, but: Collection[Leaf] = ()) -> None:
+        """After a step: the weights have been written, by address; `but`: and these copies with them, of its own."""
+        if len(but) == len(self._ever):
+            return
         kept = set(but)
         for leaf in self._ever:
             leaf.is_known = leaf.is_known and leaf in kept

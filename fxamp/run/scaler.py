@@ -255,7 +255,6 @@ class Scaler:
     @contextlib.contextmanager
     def round_alone(self, optimizer: Optimizer) -> Generator[None]:
         """See `round_of`."""
-        self._looked_at.add(optimizer)  # the step itself tells of parameters that no graph reads
         with torch.no_grad():
             self.dropped(optimizer)
             waits = self._somebody_waits()
@@ -285,6 +284,13 @@ class Scaler:
         self._attached[optimizer].after_replay()
         self.ask_for_floor()
 
+    def is_amid_a_round(self, optimizer: Optimizer) -> bool:
+        """Have gradients arrived, or been looked at, since the scale last moved? A train step of an optimizer asks, which tells
+        itself of parameters that no graph reads."""
+        self._looked_at.add(optimizer)
+        return self._overflowed is not None or any(flags.arrivals for flags in self._flags.values())
+
+    @torch.no_grad()
     def close_round(self) -> None:
         """Moves the scale by what has been looked at, if anything has."""
         if self._overflowed is not None:

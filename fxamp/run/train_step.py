@@ -307,7 +307,6 @@ class TrainStep:
                 "a train step was called under torch.no_grad() or torch.inference_mode()", way_out="Call it outside of them"
             )
         batch = Batch.of(args, kwargs)
-        self._leaves.refuse_hooks()
         self._refuse_frozen(self._parameters)
         if not self._retries:
             loss = self._step(batch)
@@ -350,6 +349,7 @@ class TrainStep:
         if not self._why_plain and ranks.is_one_of_many():
             self._give_up(_ONE_OF_MANY)
         if self._why_plain:
+            self._leaves.refuse_hooks()
             return self._plain(batch, self._why_plain)
         self._look_around()
         if not all(map(operator.is_, map(_GRAD, self._surroundings.owns()), itertools.repeat(None))):
@@ -518,6 +518,7 @@ class TrainStep:
         """Forgets what was recorded with tensors that are elsewhere now, or with other numbers."""
         if self._is_untouched():
             return
+        self._leaves.refuse_hooks()
         world, before = self._surroundings.look(), self._world
         if world != before:
             self._surroundings.refresh()
