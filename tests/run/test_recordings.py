@@ -20,21 +20,21 @@ from tests.run.tape import Recorder, taped
 from tests.run.test_train_step import CPU, batches, same, state_of
 
 
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.f, self.drop, self.g = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 4)
-        self.gain, self.plain = 1.0, torch.ones(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.g(self.drop(torch.tanh(self.f(x))) * self.plain) * self.gain
-
-
 class Settings:
     """Of the user's: neither a module's nor the loss function's."""
 
     def __init__(self) -> None:
         self.share, self.nested = 1.0, {"reduction": "mean"}
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.drop, self.g = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 4)
+        self.gain, self.plain, self.config = 1.0, torch.ones(8), Settings()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.g(self.drop(torch.tanh(self.f(x))) * self.plain) * self.gain * self.config.share
 
 
 class Bench:
@@ -131,6 +131,7 @@ CHANGES: dict[str, Callable[[Bench], object]] = {
     "a number of a module is another": lambda b: setattr(b.model, "gain", 0.5),
     "a number of the loss is another": lambda b: setattr(b, "factor", 0.5),
     "a number of the user's is another": lambda b: setattr(b.settings, "share", 0.5),
+    "a number of an object that a module keeps is another": lambda b: setattr(b.model.config, "share", 0.5),
     "a number deep in the user's is another": lambda b: b.settings.nested.update(reduction="sum"),
     "a tensor of a module is another": lambda b: setattr(b.model, "plain", torch.full((8,), 0.5)),
     "a tensor of the loss is another": lambda b: setattr(b, "weight", torch.full((4,), 0.5)),
@@ -155,6 +156,7 @@ SOME = (
     "the optimizer's state is gone",
     "a number of a module is another",
     "a number of the user's is another",
+    "a number of an object that a module keeps is another",
     "a tensor of the loss is another",
     "there are gradients already",
     "gradients wait for another optimizer",
