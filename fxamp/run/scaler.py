@@ -285,8 +285,8 @@ class Scaler:
         self.ask_for_floor()
 
     def is_amid_a_round(self, optimizer: Optimizer) -> bool:
-        """Have gradients arrived, or been looked at, since the scale last moved? A train step of an optimizer asks, which tells
-        itself of parameters that no graph reads."""
+        """Have gradients arrived, or been looked at, since the scale last moved? A train step of this optimizer
+        asks: it tells of parameters that no graph reads itself."""
         self._looked_at.add(optimizer)
         return self._overflowed is not None or any(flags.arrivals for flags in self._flags.values())
 
