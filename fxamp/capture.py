@@ -421,8 +421,11 @@ def _pinned(
     in_functorch: dict[fx.Node, bool],
 ) -> dict[str, str]:
     reasons: dict[Hashable, str] = {}
-    born = _versions_at_birth(nodes)
+    born, off = _versions_at_birth(nodes), _without_gradients(nodes)
     for node in nodes:
+        if node in off and any(not t.is_leaf for t in graph.tensors_of(graph.value_of(node))):
+            for key in groups[node]:  # a cast in front of it, or behind it, would have no history
+                reasons.setdefault(key, f"{node.name} hands it on where gradients are off")
         for written in writes(node):
             for key in groups[written]:
                 reasons.setdefault(key, f"its memory is written by {node.name}")
@@ -441,6 +444,21 @@ def _pinned(
         for node in nodes
         if any(key in reasons for key in groups[node])
     }
+
+
+def _without_gradients(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls that a graph makes with gradients switched off. Where the result has a history, it is the operand itself."""
+    is_on, num_inference, found = True, 0, set[fx.Node]()
+    for node in nodes:
+        if node.target is torch._C._set_grad_enabled:
+            is_on = bool(node.args[0])
+        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
+            num_inference += 1
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            num_inference -= 1
+        elif (not is_on or num_inference > 0) and node.op in ("call_function", "call_method"):
+            found.add(node)
+    return found
 
 
 def _versions_at_birth(nodes: Sequence[fx.Node]) -> dict[Hashable, int]:

@@ -161,6 +161,11 @@ MUTANTS: Final = (
             "elif node.target in DIFFERENTIATES:",
             "elif False:",
         ),
+        (
+            "pinned: not what is handed on where gradients are off",
+            "if node in off and any(not t.is_leaf for t in graph.tensors_of(graph.value_of(node))):",
+            "if False:",
+        ),
         ("pinned: no outputs that share memory", "        if count > 1:\n", "        if False:\n"),
         ("capture: outputs are all fresh", "all(key not in inputs and left[key] == 1 for key in groups[node])", "True"),
         (
@@ -194,6 +199,7 @@ MUTANTS: Final = (
             '("add", "sub", "mul", "div", "relu", "sigmoid", ',
             '("bernoulli", "add", "sub", "mul", "div", "relu", "sigmoid", ',
         ),
+        ("out of place: what draws too", "    if _draws(node):\n", "    if False:\n"),
         ("out of place: values stay where they were", "        _move(members[key], first)\n", "        pass\n"),
     ),
     # ---- reads by stride ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from fxamp import capture, graph
+from fxamp import capture, graph, optable
 from fxamp.passes import Change, Kept
 
 _OPERATORS: Final[Mapping[Any, Any]] = MappingProxyType(
@@ -38,7 +38,8 @@ class OutOfPlace:
 
         y: "f32[B]" = linear(x, w)                y: "f32[B]" = linear(x, w)
         z: "f32[B]" = relu(y, inplace=True)  ->   z: "f32[B]" = relu(y, inplace=False)
-    kept: `y.relu_()` where y, or a view of it, is read again: its reader sees the new value.
+    kept: `y.relu_()` where y, or a view of it, is read again: its reader sees the new value; what draws random numbers, since
+    compiled `dropout` and `dropout_` draw different ones.
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
@@ -141,6 +142,8 @@ def _obstacle(
     """Why somebody could tell an in-place operation from its ordinary form; None if nobody can."""
     if capture.name_of(node) is None:
         return "it is not an operation of torch's, and may mean something else by inplace"
+    if _draws(node):
+        return "compiled, its ordinary form draws other random numbers"
     if any(type(t) is not FakeTensor for n in node.all_input_nodes for t in graph.tensors_of(graph.value_of(n))):
         return "a value is more than a plain tensor"
     if len(graph.storages(node)) != 1:
@@ -156,3 +159,12 @@ def _obstacle(
         if late:
             return f"{late[0].name} reads {member.name} again"
     return None
+
+
+_RANDOM: Final = frozenset(optable.RANDOM.split())
+
+
+def _draws(node: fx.Node) -> bool:
+    """Does it draw random numbers? Not so in evaluation."""
+    name = capture.name_of(node)
+    return name in _RANDOM and graph.argument(node, 3 if name == "rrelu" else 2, "training") is not False

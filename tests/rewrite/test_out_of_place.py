@@ -26,7 +26,7 @@ def relu_after(x):
 
 
 def positional(x):
-    return F.dropout(x.exp(), 0.0, True, True) * 2
+    return F.dropout(x.exp(), 0.5, False, True) * 2  # in evaluation it draws nothing
 
 
 def method(x):
@@ -96,6 +96,14 @@ def drawn(x):
     return y.bernoulli_() * 0  # y.bernoulli() would draw with the probabilities that y holds
 
 
+def dropped(x):
+    return F.dropout(x.exp(), 0.5, True, True) * 0
+
+
+def leaked(x):
+    return F.rrelu(x.exp(), inplace=True, training=True) * 0
+
+
 @torch._dynamo.allow_in_graph
 def written_and_doubled(x, inplace=False):
     return (x.add_(1) if inplace else x) * 2
@@ -111,7 +119,7 @@ def more_than_a_tensor(x):
 
 
 @pytest.mark.parametrize("fn", [read_again, view_read_again, base_read_again, input_written, wider_operand, copied, drawn,
-                                users_function, more_than_a_tensor])  # fmt: skip
+                                dropped, leaked, users_function, more_than_a_tensor])  # fmt: skip
 def test_what_somebody_could_tell_is_kept(fn):
     x = torch.randn(3, 4)
     want = fn(x.clone())
@@ -134,6 +142,21 @@ def test_afterwards_the_values_may_be_lowered():
     assert made["relu"].computes == "bf16"
     assert made["batch_norm"].result is None
     assert relative_error(got, model(x)) < 3e-2
+
+
+def test_dropout_in_place_draws_what_it_draws_without_fxamp():
+    def forward(x):
+        return F.dropout(x.exp(), 0.5, True, True)
+
+    def masks(call) -> torch.Tensor:
+        torch.manual_seed(0)
+        return call(torch.randn(8, 8)) == 0
+
+    want = masks(torch.compile(forward, backend="aot_eager"))
+    torch._dynamo.reset()
+    amp = fxamp.Amp(precision="fp32", lower="aot_eager")
+    assert torch.equal(masks(torch.compile(forward, backend=amp)), want)
+    assert want.any()
 
 
 def test_gradients_of_a_kept_and_a_replaced_one():

@@ -108,6 +108,23 @@ PROGRAMS = {
             c.add_(1.0)
             return b, c, a.sum(0),
     ''',
+    **{
+        f"a product handed on by {hands_on} where gradients are off": f'''
+        def forward(x: "f32[4, 4] grad whole"):
+            a = x @ x
+            with torch.no_grad():
+                b = {hands_on}
+            return b,
+        '''
+        for hands_on in ("a.contiguous()", "a.float()", "F.dropout(a, 0.5, False)")
+    },
+    "a sum handed on where gradients are off, and read where they are on": '''
+        def forward(x: "f32[4, 4] grad whole"):
+            a = x @ x + 1.0
+            with torch.no_grad():
+                b = a.to(torch.float32)
+            return b * 2.0, b @ x,
+    ''',
     # ---- in place, or ordinary --------------------------------------------------------------------------------------------
     "read again after it was written in place": '''
         def forward(x: "f32[4, 4] whole"):
@@ -231,6 +248,12 @@ def test_two_low_formats_widen_each_other():
 @pytest.mark.parametrize(
     "text",
     [
+        # random numbers, which eager and compiled programs draw differently unless they are told not to
+        '''
+        def forward(x: "f32[4, 4]"):
+            a = x @ x
+            return F.dropout(a, 0.5, True, True), F.dropout(x, 0.5, True),
+        ''',
         # the invariants of joint graphs: a cast of one of several results
         '''
         def forward(x: "f32[4, 4] grad"):
