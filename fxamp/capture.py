@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType, MappingProxyType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Final, Literal
 
 import torch
@@ -236,9 +236,16 @@ def name_of(node: fx.Node) -> str | None:
     if node.op == "call_function":
         # Every stage asks about every node, and a model calls few functions. What is remembered lives on: nothing that may
         # hold a user's tensors.
-        is_plain = target.__closure__ is None if isinstance(target, FunctionType) else isinstance(target, OpOverload)
-        return _remembered_name(target) if is_plain else _name_of_function(target)
+        return _remembered_name(target) if _holds_nothing(target) else _name_of_function(target)
     return canonical(str(target)) if node.op == "call_method" else None
+
+
+def _holds_nothing(target: Any) -> bool:
+    """Is it a function of a module, or an operation, which lives as long as PyTorch does?"""
+    if isinstance(target, BuiltinFunctionType):  # `torch.relu`, `operator.add`; `x.relu` of a tensor would hold that
+        owner: Any = target.__self__
+        return owner is None or isinstance(owner, ModuleType)
+    return target.__closure__ is None if isinstance(target, FunctionType) else isinstance(target, OpOverload)
 
 
 def _name_of_function(target: Any) -> str | None:
@@ -423,7 +430,7 @@ def _pinned(
     reasons: dict[Hashable, str] = {}
     born, off = _versions_at_birth(nodes), _without_gradients(nodes)
     for node in nodes:
-        if node in off and any(not t.is_leaf for t in graph.tensors_of(graph.value_of(node))):
+        if node in off and _hands_on_history(node):
             for key in groups[node]:  # a cast in front of it, or behind it, would have no history
                 reasons.setdefault(key, f"{node.name} hands it on where gradients are off")
         for written in writes(node):
@@ -447,7 +454,7 @@ def _pinned(
 
 
 def _without_gradients(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls that a graph makes with gradients switched off. Where the result has a history, it is the operand itself."""
+    """The calls that a graph makes with gradients switched off."""
     is_on, num_inference, found = True, 0, set[fx.Node]()
     for node in nodes:
         if node.target is torch._C._set_grad_enabled:
@@ -459,6 +466,13 @@ def _without_gradients(nodes: Sequence[fx.Node]) -> set[fx.Node]:
         elif (not is_on or num_inference > 0) and node.op in ("call_function", "call_method"):
             found.add(node)
     return found
+
+
+def _hands_on_history(node: fx.Node) -> bool:
+    """Is what a call returns the very tensor that another call gave, and that requires a gradient?"""
+    made = [graph.value_of(x) for x in node.all_input_nodes if x.op in ("call_function", "call_method")]
+    given = {id(t) for t in graph.tensors_of(made)}
+    return any(t.requires_grad and id(t) in given for t in graph.tensors_of(graph.value_of(node)))
 
 
 def _versions_at_birth(nodes: Sequence[fx.Node]) -> dict[Hashable, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 import re
@@ -112,6 +113,11 @@ def operands(node: fx.Node) -> Iterator[fx.Node]:
     return iter(found)
 
 
+def source_of(node: fx.Node) -> fx.Node:
+    """The first operand of a node: what a cast reads, which every pass asks of every cast. (`all_input_nodes` lists all.)"""
+    return next(iter(node._input_nodes))
+
+
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:
     """A node and all that it depends on, operands before their readers."""
     found, todo = set[fx.Node](), [node]
@@ -189,9 +195,13 @@ def own_cast(node: fx.Node) -> Cast | None:
 
 
 def _described(cast: fx.Node) -> Cast:
-    source, result = value_of(cast.all_input_nodes[0]), value_of(cast)
     mark = cast.meta["custom"][MARK]
-    return Cast(formats.name(source.dtype), formats.name(result.dtype), mark["why"], mark["where"])
+    return _cast_between(value_of(source_of(cast)).dtype, value_of(cast).dtype, mark["why"], mark["where"])
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a stack have equal casts
+def _cast_between(src: torch.dtype, dst: torch.dtype, why: str, where: str) -> Cast:
+    return Cast(formats.name(src), formats.name(dst), why, where)
 
 
 def is_own_cast(node: fx.Node) -> bool:
@@ -217,7 +227,7 @@ def is_users_narrowing(node: fx.Node) -> bool:
     """Is it, in the joint graph, a cast of the user's (or the gradient of one) that loses values?"""
     if node.target is not JOINT_CAST or not (node.meta.get("custom") or {}).get(ROUNDS):
         return False
-    source, result = value_of(node.all_input_nodes[0]), value_of(node)
+    source, result = value_of(source_of(node)), value_of(node)
     both_float = source.is_floating_point() and result.is_floating_point()
     return both_float and not formats.is_lossless(source.dtype, result.dtype)
 
@@ -454,7 +464,7 @@ def insert_cast(value: fx.Node, dtype: torch.dtype, *, before: fx.Node, why: str
         if key in theirs:
             meta[key] = theirs[key]
     custom = {key: value for key, value in (theirs.get("custom") or {}).items() if key != ROUNDS}
-    meta["custom"] = {**custom, MARK: dict(vars(Cast(formats.name(source.dtype), to, why, where)))}
+    meta["custom"] = {**custom, MARK: {"src": formats.name(source.dtype), "dst": to, "why": why, "where": where}}
     meta["val" if joint else "example_value"] = retyped(source, dtype)
     return node
 

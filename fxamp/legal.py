@@ -79,7 +79,7 @@ def _check_casts(gm: fx.GraphModule, stage: Stage) -> None:
     for node in graph.nodes_of_own_casts(gm):
         if node.target is not stage.cast:
             continue
-        source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
+        source, result = graph.value_of(graph.source_of(node)), graph.value_of(node)
         if not (source.is_floating_point() and result.is_floating_point() and node.args[1] == result.dtype):
             raise _illegal(stage, node, f"casts {source.dtype} to {node.args[1]} but claims {result.dtype}")
 
@@ -98,7 +98,7 @@ def _check_values(gm: fx.GraphModule, stage: Stage) -> None:
     for node in gm.graph.nodes:
         if graph.own_cast(node) is None or not isinstance(graph.value_of(node), torch.Tensor):
             continue
-        want = graph.retyped(graph.value_of(node.all_input_nodes[0]), node.args[1])
+        want = graph.retyped(graph.value_of(graph.source_of(node)), node.args[1])
         got = graph.value_of(node)
         if want.dtype != got.dtype or tuple(want.shape) != tuple(got.shape):
             raise _illegal(stage, node, f"recorded as {got.dtype}{list(got.shape)}, is {want.dtype}{list(want.shape)}")

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
 from fxamp import _patches, as_given, capture, errors, formats, garbage, graph, guards, legal, optable, registered, widening
@@ -423,8 +424,26 @@ class _Planner:
             why=why,
             rule=rule,
             facts=facts,
-            value=graph.value_of(node),
+            value=self._value_of_kept(node, operands, wanted),
         )
+
+    def _value_of_kept(self, node: fx.Node, operands: list[fx.Node], wanted: tuple[torch.dtype | None, ...]) -> Any:
+        """The traced value; but of a cast that lays its operand out anew, an operation may give other strides."""
+        if not any(self._moves_memory(x, want) for x, want in zip(operands, wanted, strict=True)):
+            return graph.value_of(node)
+        if node.name in self.captured.pinned or capture.writes(node) or isinstance(node.target, HigherOrderOperator):
+            return graph.value_of(node)
+        value, refusal = self._try(node, operands, wanted)
+        return value if refusal is None and not _is_another(value, graph.value_of(node)) else graph.value_of(node)
+
+    def _moves_memory(self, node: fx.Node, want: torch.dtype | None) -> bool:
+        """Has what a cast back to the traced format gives other strides than the traced value?"""
+        value, traced = self.current[node], graph.value_of(node)
+        if want is None or not isinstance(value, FakeTensor):
+            return False
+        with graph.quietly(value.fake_mode):  # compares symbolic sizes
+            strides = value.stride() if value.is_contiguous() else graph.retyped(value, want).stride()
+            return strides != traced.stride()
 
     def _early(self, decisions: dict[str, Decision]) -> frozenset[fx.Node]:
         """The operations that had better be given the one widening of what they read."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import operator
 
 import pytest
@@ -307,3 +308,10 @@ def test_who_hands_on_memory_here_though_the_table_does_not_say_so():
     assert [captured.facts[name].code.count("mul_") for name in captured.hands_on] == [1]
     assert {captured.facts[name].op for name in captured.hands_on} == {"mul"}
     assert len(captured.hands_on) == 1 < [f.op for f in captured.facts.values()].count("mul")
+
+
+def test_no_name_is_remembered_of_what_may_hold_a_tensor():
+    x = torch.ones(2)
+    functions = torch.relu, F.gelu, operator.add, F.linear, torch.ops.aten.relu.default
+    assert all(map(capture._holds_nothing, functions))
+    assert not any(map(capture._holds_nothing, (x.relu, functools.partial(torch.add, x), lambda: x)))

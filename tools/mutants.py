@@ -163,7 +163,7 @@ MUTANTS: Final = (
         ),
         (
             "pinned: not what is handed on where gradients are off",
-            "if node in off and any(not t.is_leaf for t in graph.tensors_of(graph.value_of(node))):",
+            "if node in off and _hands_on_history(node):",
             "if False:",
         ),
         ("pinned: no outputs that share memory", "        if count > 1:\n", "        if False:\n"),
@@ -245,10 +245,10 @@ MUTANTS: Final = (
         ),
         (
             "absorb: casts that round",
-            "if not formats.is_lossless(before, after) or not same_layout(source, result):",
-            "if not same_layout(source, result):",
+            "return formats.is_lossless(before, after) and same_layout(source, result)",
+            "return same_layout(source, result)",
         ),
-        ("absorb: whatever the strides", " or not same_layout(source, result):", ":"),
+        ("absorb: whatever the strides", " and same_layout(source, result)", ""),
         ("absorb: 0-dim operands decide", "value.dim() > 0 and value.dtype == _dtype(node)", "value.dtype == _dtype(node)"),
         (
             "absorb: sums in the narrow format",
@@ -257,8 +257,8 @@ MUTANTS: Final = (
         ),
         (
             "absorb: the user's own casts",
-            "return graph.is_own_cast(node) or graph.is_of_a_decomposition(node)",
-            "return True",
+            "if not (graph.is_own_cast(node) or graph.is_of_a_decomposition(node)):",
+            "if False:",
         ),
     ),
     *_each(

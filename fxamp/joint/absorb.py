@@ -74,7 +74,7 @@ def _thin(gm: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
     waiting = [node for node in casts if _widens(node) and not _leaves(node)]
     for node in waiting:  # grows
         moves = node.target is not graph.JOINT_CAST
-        thin[node] = thin[next(x for x in node.all_input_nodes if x in thin)] if moves else _dtype(node.all_input_nodes[0])
+        thin[node] = thin[next(x for x in node.all_input_nodes if x in thin)] if moves else _dtype(graph.source_of(node))
         for user in node.users:
             if user not in thin and moves_in(user, thin[node]) and all(_is_thin(x, thin[node], thin) for x in sources(user)):
                 waiting.append(user)
@@ -92,13 +92,13 @@ def _is_thin(node: fx.Node, dtype: torch.dtype, thin: dict[fx.Node, torch.dtype]
 
 def _widens(node: fx.Node) -> bool:
     """Is it a cast that loses nothing, keeps strides, and that no user wrote?"""
-    source, result = graph.value_of(node.all_input_nodes[0]), graph.value_of(node)
+    if not (graph.is_own_cast(node) or graph.is_of_a_decomposition(node)):
+        return False
+    source, result = graph.value_of(graph.source_of(node)), graph.value_of(node)
     before, after = source.dtype, result.dtype
     if before == after or not (before.is_floating_point and after.is_floating_point):
         return False
-    if not formats.is_lossless(before, after) or not same_layout(source, result):
-        return False
-    return graph.is_own_cast(node) or graph.is_of_a_decomposition(node)
+    return formats.is_lossless(before, after) and same_layout(source, result)
 
 
 def _may_absorb(user: fx.Node, value: fx.Node) -> bool:
@@ -111,7 +111,7 @@ def _narrows(user: fx.Node, dtype: torch.dtype) -> bool:
     """Is it a cast of fxamp's back to what the value was, and can that take its place?"""
     if not graph.is_own_cast(user) or graph.value_of(user).dtype != dtype:
         return False
-    return can_undo(user, graph.retyped(graph.value_of(user.all_input_nodes[0]), dtype))
+    return can_undo(user, graph.retyped(graph.value_of(graph.source_of(user)), dtype))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -229,7 +229,7 @@ def _carry_out(
         if place is _Place.WIDE:
             continue
         if place is not None and node.target is graph.JOINT_CAST:
-            narrow[node] = node.all_input_nodes[0]
+            narrow[node] = graph.source_of(node)
             if place is _Place.NARROW:
                 is_only.add(node)
         elif place is not None:

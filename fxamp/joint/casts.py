@@ -17,10 +17,10 @@ from fxamp.passes import Change
 
 def _chain(node: fx.Node) -> fx.Node | None:
     """What a cast of fxamp's reads, if that is such a cast too, which loses nothing."""
-    inner = node.all_input_nodes[0]
+    inner = graph.source_of(node)
     if not graph.is_own_cast(inner):
         return None
-    source, middle = graph.value_of(inner.all_input_nodes[0]), graph.value_of(inner)
+    source, middle = graph.value_of(graph.source_of(inner)), graph.value_of(inner)
     return inner if formats.is_lossless(source.dtype, middle.dtype) else None
 
 
@@ -43,7 +43,7 @@ class CancelCasts:
             inner = _chain(node)
             if inner is None:
                 continue
-            value, mark = inner.all_input_nodes[0], graph.own_cast(node)
+            value, mark = graph.source_of(inner), graph.own_cast(node)
             assert mark is not None
             if graph.value_of(value).dtype == graph.value_of(node).dtype:
                 if not can_undo(node, graph.value_of(value)):
@@ -75,7 +75,7 @@ class ShareCasts:
         first: dict[tuple[object, ...], fx.Node] = {}
         num_removed = 0
         for node in graph.nodes_of_own_casts(gm):
-            value = node.all_input_nodes[0]
+            value = graph.source_of(node)
             key = (value, graph.value_of(node).dtype, node.meta.get("recompute"), node.meta.get("ac_graph_id"))
             kept = first.setdefault(key, node)
             if kept is not node and not (is_output(kept) and is_output(node)):  # they leave the graph as two tensors

@@ -76,12 +76,12 @@ class _Facts:
 
     def root(self, node: fx.Node) -> fx.Node:
         while self.is_cast(node):
-            node = node.all_input_nodes[0]
+            node = graph.source_of(node)
         return node
 
     def is_cast(self, node: fx.Node) -> bool:
         """Is it a cast of fxamp's between the two formats?"""
-        return graph.is_own_cast(node) and self.is_either(node) and self.is_either(node.all_input_nodes[0])
+        return graph.is_own_cast(node) and self.is_either(node) and self.is_either(graph.source_of(node))
 
     def is_either(self, node: fx.Node) -> bool:
         """Is it a tensor in one of the two formats? Tensors without dimensions are left alone: they decide no format."""

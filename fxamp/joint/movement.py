@@ -109,7 +109,7 @@ class NarrowMovement:
 def _wanted_narrow(gm: fx.GraphModule) -> dict[fx.Node, torch.dtype]:
     """Movement of what all readers narrow to one format, or move and then narrow; with that format. In the graph's order."""
     wanted: dict[fx.Node, torch.dtype] = {}
-    waiting = {cast.all_input_nodes[0]: None for cast in graph.nodes_of_own_casts(gm) if not _widens(cast)}
+    waiting = {graph.source_of(cast): None for cast in graph.nodes_of_own_casts(gm) if not _widens(cast)}
     for node in sorted(waiting, reverse=True):
         _want(node, wanted)
     return {node: wanted[node] for node in sorted(wanted)}
@@ -178,7 +178,7 @@ def _is_less(part: list[fx.Node], dtype: torch.dtype) -> bool:
 
 def _is_narrow_anyway(value: fx.Node, dtype: torch.dtype, user: fx.Node) -> bool:
     """Is a value the widening of a narrow one, or a cast of it there that `user` could share?"""
-    if graph.is_own_cast(value) and _dtype(value.all_input_nodes[0]) == dtype:
+    if graph.is_own_cast(value) and _dtype(graph.source_of(value)) == dtype:
         return True
     casts = (x for x in value.users if graph.is_own_cast(x) and _dtype(x) == dtype)
     return any(_phase(x) == _phase(user) for x in casts)
@@ -186,7 +186,7 @@ def _is_narrow_anyway(value: fx.Node, dtype: torch.dtype, user: fx.Node) -> bool
 
 def _cast_key(cast: fx.Node) -> tuple[object, ...]:
     """Casts with one key are one, sooner or later."""
-    return (cast.all_input_nodes[0], *_phase(cast))
+    return (graph.source_of(cast), *_phase(cast))
 
 
 def _phase(node: fx.Node) -> tuple[object, ...]:
@@ -299,7 +299,7 @@ def _swap_down(cast: fx.Node) -> fx.Node | None:
     move = next(iter(cast.users))
     if move.target not in MOVES or _numel(move) > _numel(cast):
         return None
-    source, mark = cast.all_input_nodes[0], graph.own_cast(cast)
+    source, mark = graph.source_of(cast), graph.own_cast(cast)
     assert mark is not None
     moved = _call(move, graph.value_of(source))
     dtype = graph.value_of(cast).dtype
@@ -316,12 +316,12 @@ def _swap_down(cast: fx.Node) -> fx.Node | None:
 
 def _swap_up(cast: fx.Node) -> fx.Node | None:
     """cast(move(x)) becomes move(cast(x)), if no reader can tell; returns the new cast."""
-    move = cast.all_input_nodes[0]
+    move = graph.source_of(cast)
     if move.target not in MOVES or len(move.users) != 1 or _widens(cast):
         return None
     mark = graph.own_cast(cast)
     assert mark is not None
-    source = move.all_input_nodes[0]
+    source = graph.source_of(move)
     if _numel(source) > _numel(move) or graph.value_of(source).dtype != graph.value_of(move).dtype:
         return None
     dtype = graph.value_of(cast).dtype
@@ -350,7 +350,7 @@ def _call(move: fx.Node, value: Any) -> Any | None:
 # ---- questions ----------------------------------------------------------------------------------------------------------
 def _widens(node: fx.Node) -> bool:
     """Does a cast of fxamp's lose nothing?"""
-    return formats.is_lossless(graph.value_of(node.all_input_nodes[0]).dtype, graph.value_of(node).dtype)
+    return formats.is_lossless(graph.value_of(graph.source_of(node)).dtype, graph.value_of(node).dtype)
 
 
 def _numel(node: fx.Node) -> Any:

@@ -68,7 +68,7 @@ def _make_opaque(reader: fx.Node) -> None:
     """Makes a `clone` that changes no strides a call that Inductor does not see into."""
     if reader.target is not torch.ops.aten.clone.default:
         return
-    source, value = graph.value_of(reader.all_input_nodes[0]), graph.value_of(reader)
+    source, value = graph.value_of(graph.source_of(reader)), graph.value_of(reader)
     if same_layout(source, value):
         graph.retarget(reader, ops.ROUND_TO)
         graph.set_arguments(reader, (reader.args[0], value.dtype), {})

@@ -227,7 +227,7 @@ def _hands_on(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     if node.target is graph.JOINT_CAST:
-        source, result = graph.value_of(node.all_input_nodes[0]).dtype, graph.value_of(node).dtype
+        source, result = graph.value_of(graph.source_of(node)).dtype, graph.value_of(node).dtype
         return source.is_floating_point and result.is_floating_point and formats.is_lossless(source, result)
     return node.target.is_view or node.target._schema.name in _MOVING
 

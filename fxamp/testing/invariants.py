@@ -457,14 +457,17 @@ def _again(node: fx.Node, values: dict[fx.Node, Any], stack: contextlib.ExitStac
         return recorded  # bodies, mode switches and tensors of other types are the recorder's to judge
     if _has_symbols(tensors):
         return recorded  # a new run has new symbols
-    return graph.call_on_fakes(node, [values[x] for x in graph.operands(node)])
+    again = graph.call_on_fakes(node, [values[x] for x in graph.operands(node)])
+    # How `matmul` lays out its result hangs on whether an operand requires a gradient.
+    return graph.with_history_of(recorded, again) if len(graph.tensors_of(again)) == len(tensors) else again
 
 
 def _fresh(value: Any) -> Any:
     if not isinstance(value, FakeTensor):
         return value
     with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        fresh = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return graph.with_history_of(value, fresh)
 
 
 def _described(tensor: torch.Tensor) -> str:

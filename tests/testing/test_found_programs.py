@@ -118,6 +118,30 @@ PROGRAMS = {
         '''
         for hands_on in ("a.contiguous()", "a.float()", "F.dropout(a, 0.5, False)")
     },
+    "a view of what is written where gradients are off": '''
+        def forward(x: "f32[4, 4] grad"):
+            a = x @ x
+            b = (a @ a).half()
+            with torch.no_grad():
+                b[1:3] = b[0]
+            return b,
+    ''',
+    "a product laid out as it is where a gradient is wanted": '''
+        def forward(x: "f32[4, 4] grad"):
+            a = x @ x
+            b = F.avg_pool1d(a.unsqueeze(0), 3)
+            return torch.matmul(a, b),
+    ''',
+    **{
+        f"a cast lays out anew what {view} sees where autocast is off": f'''
+        def forward(x: "f32[4, 4] whole"):
+            a = (x @ x)[:, :2]
+            with torch.autocast("cpu", enabled=False):
+                b = {view}
+            return b,
+        '''
+        for view in ("a.unsqueeze(0)", "a.t()", "a.t().reshape(-1)", "a.t().exp()", "torch.ops.aten.t.default(a)")
+    },
     "a sum handed on where gradients are off, and read where they are on": '''
         def forward(x: "f32[4, 4] grad whole"):
             a = x @ x + 1.0
