@@ -49,28 +49,10 @@ class World(NamedTuple):
         return " and ".join(name.replace("_", " ") for name in names)
 
 
-class _Glance(NamedTuple):
-    """What was there, as objects."""
-
-    objects: Sequence[object]
-    """Modules, parameters and buffers."""
-    fixed: Sequence[object]
-    """Numbers and words that cannot be other ones as long as they are the same objects."""
-    lengths: Sequence[int]
-    """Of the optimizer's groups: keys may be added."""
-    places: Sequence[object]
-    frozen: Sequence[Hashable]
-    """The same, to be compared by value."""
-    parameters: Sequence[Tensor]
-    """Of the optimizer."""
-    states: Sequence[Tensor]
-    settled: Sequence[Tensor]
-
-
 class Surroundings:
     """Of one train step. Holds its modules, so that no other one comes by the id of one of them.
 
-    `look` sees all of it; `glance` hands out a check that nothing has been touched since, at a tenth of the price.
+    `look` sees all of it, and says what is another; a `Glance` tells for a part of the price that nothing is.
     """
 
     def __init__(
@@ -81,14 +63,14 @@ class Surroundings:
         settled: Callable[[], Sequence[Tensor]],
     ) -> None:
         """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes."""
-        self._find, self._optimizer, self._loss_fn, self._settled = modules, optimizer, loss_fn, settled
+        self._find, self.optimizer, self._loss_fn, self.settled = modules, optimizer, loss_fn, settled
         self.modules: Sequence[nn.Module] = ()
-        self._attributes: list[_Place] = []
+        self.attributes: list[_Place] = []
         self.watched: Sequence[nn.Module] = ()
         """Those too that the loss function finds in its closure."""
-        self._numbers: list[Callable[[], Any]] = []
+        self.numbers: list[Callable[[], Any]] = []
         """Where the loss function finds numbers, and modules."""
-        self._places: list[Callable[[], Any]] = []
+        self.places: list[Callable[[], Any]] = []
         """Where tensors stand that are neither parameters nor buffers."""
         self.refresh()
 
@@ -98,90 +80,38 @@ class Surroundings:
         named = list(_places_of(self._loss_fn))
         roots = [value for place in named if isinstance(value := place(), nn.Module)]
         self.watched = list(dict.fromkeys((*self.modules, *(m for root in roots for m in root.modules()))))
-        self._children: list[_Space] = [m._modules for m in self.watched]
-        self._own: list[_Space] = [of for m in self.watched for of in (m._parameters, m._buffers)]
-        self._attributes = [
+        self.children: list[_Space] = [m._modules for m in self.watched]
+        self.own: list[_Space] = [of for m in self.watched for of in (m._parameters, m._buffers)]
+        self.attributes = [
             (vars(m), name)
             for m in self.watched
             for name, value in vars(m).items()
             if name not in _OF_EVERY_MODULE and _is_plain(value)
         ]
-        self._numbers = [place for place in named if isinstance(value := place(), nn.Module) or _is_plain(value)]
+        self.numbers = [place for place in named if isinstance(value := place(), nn.Module) or _is_plain(value)]
 
     def look(self) -> World:
         """What there is now."""
         return World(
-            modules=tuple(map(id, _values(self._children))),
-            parameters=tuple(map(id, skipping.parameters(self._optimizer))),
+            modules=tuple(map(id, _values(self.children))),
+            parameters=tuple(map(id, skipping.parameters(self.optimizer))),
             parameters_or_buffers=writes.layouts(self.owns()),
             attributes=(
-                *[value if type(value := d.get(name)) in _SIMPLE else _frozen(value) for d, name in self._attributes],
-                *(_frozen(place()) for place in self._numbers),
+                *[value if type(value := d.get(name)) in _SIMPLE else _frozen(value) for d, name in self.attributes],
+                *(_frozen(place()) for place in self.numbers),
             ),
-            tensors=tuple(_of_tensor(place()) for place in self._places),
-            hyperparameters=capturable.hyperparameters(self._optimizer),
-            optimizer_state=writes.addresses([t for t in self._states() if isinstance(t, Tensor)]),
-            hooks=self._hooks(),
-            loss_scaling=writes.addresses(self._settled()),
+            tensors=tuple(_of_tensor(place()) for place in self.places),
+            hyperparameters=capturable.hyperparameters(self.optimizer),
+            optimizer_state=writes.addresses([t for t in self.states() if isinstance(t, Tensor)]),
+            hooks=self.hooks(),
+            loss_scaling=writes.addresses(self.settled()),
         )
 
-    def glance(self) -> Callable[[], bool]:
-        """To be asked before each replay: does `look` certainly see what it sees now? Most is told by objects being the same
-        ones, in loops that run in C; where one is not, but equal, the answer is no.
+    def states(self) -> Iterator[Any]:
+        return _values(self.optimizer.state.values())
 
-        What it holds it keeps alive, so that nothing else comes by the place of what is gone.
-        """
-        optimizer = self._optimizer
-        objects = [*_values(self._children), *_values(self._own)]
-        attributes = [(space, name) for space, name in self._attributes]
-        of_groups = [place for group in optimizer.param_groups for place in capturable.held_fast(group)]
-        fixed = [(space, name) for space, name in (*attributes, *of_groups) if _is_fixed(space.get(name))]
-        others = [(space, name) for space, name in (*attributes, *of_groups) if not _is_fixed(space.get(name))]
-        # Numbers, or modules or tensors, in places of all kinds: few.
-        places = [*(functools.partial(_get, place) for place in others), *self._numbers, *self._places]
-        looked_up = [place() for place in places]
-        states = list(self._states())
-        are_tensors = [isinstance(t, Tensor) for t in states]
-        tensors = [t for t in (*objects, *looked_up) if isinstance(t, Tensor)]
-        before = _Glance(
-            objects=objects,
-            fixed=[space.get(name) for space, name in fixed],
-            lengths=list(map(len, optimizer.param_groups)),
-            places=looked_up,
-            frozen=[_frozen(value) for value in looked_up],
-            parameters=skipping.parameters(optimizer),
-            states=list(itertools.compress(states, are_tensors)),
-            settled=self._settled(),
-        )
-        owned, addresses = (tensors, (*before.states, *before.settled))
-        layouts, others_addresses = writes.layouts(owned), writes.addresses(addresses)
-        spaces, names = [space for space, _ in fixed], [name for _, name in fixed]
-        hooks, walks = self._hooks(), (*self._children, *self._own)
-
-        def is_untouched() -> bool:
-            found, states_now = [place() for place in places], list(self._states())
-            return (
-                len(states_now) == len(are_tensors)
-                and _are_same(before.states, itertools.compress(states_now, are_tensors))
-                and _are_same(before.objects, _values(walks))
-                and _are_same(before.fixed, map(dict.get, spaces, names))
-                and _are_same(before.parameters, skipping.parameters(optimizer))
-                and _are_same(before.settled, self._settled())
-                and _are_same(before.places, found)
-                and before.frozen == list(map(_frozen, found))
-                and before.lengths == list(map(len, optimizer.param_groups))
-                and layouts == writes.layouts(owned)
-                and others_addresses == writes.addresses(addresses)
-                and hooks == self._hooks()
-            )
-
-        return is_untouched
-
-    def _states(self) -> Iterator[Any]:
-        return _values(self._optimizer.state.values())
-
-    def _hooks(self) -> Hashable:
-        optimizer = self._optimizer
+    def hooks(self) -> Hashable:
+        optimizer = self.optimizer
         of_weights = map(HOOKS_OF_WEIGHTS, skipping.parameters(optimizer))
         return (
             *optimizer._optimizer_step_pre_hooks,
@@ -191,11 +121,11 @@ class Surroundings:
 
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
-        return [t for t in _values(self._own) if t is not None]
+        return [t for t in _values(self.own) if t is not None]
 
     def switches(self) -> tuple[Sequence[bool], Sequence[bool]]:
         """Which modules are in training, and which parameters of the optimizer are trained."""
-        trained = map(_REQUIRES_GRAD, skipping.parameters(self._optimizer))
+        trained = map(_REQUIRES_GRAD, skipping.parameters(self.optimizer))
         return tuple(map(_TRAINING, self.watched)), tuple(trained)
 
     def watch(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -208,9 +138,68 @@ class Surroundings:
                 *map(_places_of, (*forwards, self._loss_fn)),
             )
             where = {id(value): place for place in places if isinstance(value := place(), Tensor)}
-            self._places += [where[id(t)] for t in missing if id(t) in where]
+            self.places += [where[id(t)] for t in missing if id(t) in where]
             missing = [t for t in missing if id(t) not in where]
         return missing
+
+
+class Glance:
+    """Says whether a look would certainly see what it saw when this was made. Most is told by the same objects standing in the
+    same places, in loops that run in C; where one is another, but equal, the answer is no.
+
+    What was there is kept alive, so that nothing else comes by its identity or address.
+    """
+
+    def __init__(self, at: Surroundings) -> None:
+        optimizer = at.optimizer
+        self._at = at
+        self._groups = list(optimizer.param_groups)
+        self._num_keys = list(map(len, self._groups))
+        numbers = [*at.attributes, *(place for group in self._groups for place in capturable.held_fast(group))]
+        fixed = [place for place in numbers if _is_fixed(_get(place))]
+        self._spaces, self._names = [space for space, _ in fixed], [name for _, name in fixed]
+        self._fixed = list(map(_get, fixed))
+        """What cannot be another as long as it is the same object."""
+        mutable = [functools.partial(_get, place) for place in numbers if not _is_fixed(_get(place))]
+        self._places = [*mutable, *at.numbers, *at.places]
+        found = self._look_up()
+        self._found, self._by_value = found, list(map(_frozen, found))
+        self._walked = (*at.children, *at.own)
+        self._walks = list(_values(self._walked))
+        """Modules, parameters and buffers."""
+        self._parameters = skipping.parameters(optimizer)
+        states = list(at.states())
+        self._are_tensors = [isinstance(state, Tensor) for state in states]
+        self._states = list(itertools.compress(states, self._are_tensors))
+        self._settled = at.settled()
+        self._seen = [x for x in (*self._walks, *found) if isinstance(x, Tensor)]
+        self._layouts = writes.layouts(self._seen)
+        self._others: list[Tensor] = [*self._states, *self._settled]
+        self._addresses = writes.addresses(self._others)
+        self._hooks = at.hooks()
+
+    def is_still_right(self) -> bool:
+        """See the class. Reads no memory."""
+        at, found = self._at, self._look_up()
+        states, groups = list(at.states()), at.optimizer.param_groups
+        return (
+            _are_same(self._groups, groups)
+            and self._num_keys == list(map(len, groups))
+            and _are_same(self._fixed, map(dict.get, self._spaces, self._names))
+            and _are_same(self._found, found)
+            and self._by_value == list(map(_frozen, found))
+            and _are_same(self._walks, _values(self._walked))
+            and _are_same(self._parameters, skipping.parameters(at.optimizer))
+            and len(states) == len(self._are_tensors)
+            and _are_same(self._states, itertools.compress(states, self._are_tensors))
+            and _are_same(self._settled, at.settled())
+            and self._layouts == writes.layouts(self._seen)
+            and self._addresses == writes.addresses(self._others)
+            and self._hooks == at.hooks()
+        )
+
+    def _look_up(self) -> list[Any]:
+        return [place() for place in self._places]
 
 
 def guard_of(function: Callable[..., Any], variables: Mapping[str, Any]) -> Callable[[], bool]:

@@ -28,7 +28,7 @@ from fxamp.run.batch import Batch
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.recorder import Graph, Recorder
-from fxamp.run.surroundings import Surroundings, World, guard_of
+from fxamp.run.surroundings import Glance, Surroundings, World, guard_of
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -186,8 +186,8 @@ class TrainStep:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
-        self._is_untouched: Callable[[], bool] = _unknown
-        """Is the world certainly what it was?"""
+        self._glance: Glance | None = None
+        """Of the same time; None: the world has to be looked at."""
         self._num_worlds = 0
         self._recorder = None if self._why_plain else Recorder(self._device)
         if self._on_cuda and not update.why_not(task.optimizer):
@@ -242,7 +242,7 @@ class TrainStep:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
         self._shapes.clear()
-        self._is_untouched = _unknown
+        self._glance = None
         self._recorder = None
 
     def __enter__(self) -> TrainStep:
@@ -431,14 +431,14 @@ class TrainStep:
     # ---- recording ------------------------------------------------------------------------------------------------------
     def _look_around(self) -> None:
         """Forgets what was recorded with tensors that are elsewhere now, or with other numbers."""
-        if self._is_untouched():
+        if self._glance is not None and self._glance.is_still_right():
             return
         self._leaves.refuse_hooks()
         world, before = self._surroundings.look(), self._world
         if world != before:
             self._surroundings.refresh()
             self._world = self._surroundings.look()
-        self._is_untouched = self._surroundings.glance()
+        self._glance = Glance(self._surroundings)
         if world != before and any(shape.recordings for shape in self._shapes.values()):
             assert before is not None
             self._begin_anew(world.changed_since(before))
@@ -547,7 +547,7 @@ class TrainStep:
             )
         if strangers and self._world is not None:
             self._world = self._world._replace(tensors=self._surroundings.look().tensors)
-            self._is_untouched = _unknown
+            self._glance = None
         return strangers
 
     @contextlib.contextmanager
@@ -619,10 +619,6 @@ class TrainStep:
         self._shapes.clear()
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
-
-
-def _unknown() -> bool:
-    return False
 
 
 def _static(x: Tensor, device: torch.device) -> Tensor:

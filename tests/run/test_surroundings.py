@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 import fxamp
 from fxamp.run import capturable
-from fxamp.run.surroundings import Surroundings
+from fxamp.run.surroundings import Glance, Surroundings
 from tests.run.tape import taped
 
 
@@ -65,6 +65,12 @@ def _hook(w: Everything) -> None:
     w.model.f.weight.register_post_accumulate_grad_hook(lambda _: None)
 
 
+def _load_group(w: Everything) -> None:
+    state = w.optimizer.state_dict()
+    state["param_groups"][0]["weight_decay"] = 0.5
+    w.optimizer.load_state_dict(state)
+
+
 def _pop(w: Everything) -> None:
     w.optimizer.state.popitem()
 
@@ -103,6 +109,7 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "a state less": _pop,
     "no state": lambda w: w.optimizer.state.clear(),
     "all of the state": lambda w: w.optimizer.load_state_dict(copy.deepcopy(w.optimizer.state_dict())),
+    "a hyperparameter of a group that was loaded": _load_group,
     "a hook of the optimizer": lambda w: w.optimizer.register_step_post_hook(lambda *_: None),
     "a hook of a weight": _hook,
     "a number of the loss": lambda w: setattr(w, "factor", 3.0),
@@ -117,13 +124,13 @@ SAME = {"a number that looks the same"}
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_glance_misses_nothing_that_a_look_sees(what: str):
     world = Everything()
-    before, is_untouched = world.surroundings.look(), world.surroundings.glance()
-    assert is_untouched()
+    before, glance = world.surroundings.look(), Glance(world.surroundings)
+    assert glance.is_still_right()
     with torch.no_grad():
         CHANGES[what](world)
     changed = world.surroundings.look() != before
     assert changed == (what not in SAME)
-    assert not (changed and is_untouched())
+    assert not (changed and glance.is_still_right())
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -133,14 +140,14 @@ def test_a_glance_after_a_change_is_content_again(what: str):
     with torch.no_grad():
         CHANGES[what](world)
     world.surroundings.refresh()
-    before, is_untouched = world.surroundings.look(), world.surroundings.glance()
-    assert is_untouched()
+    before, glance = world.surroundings.look(), Glance(world.surroundings)
+    assert glance.is_still_right()
     assert world.surroundings.look() == before
     for p in world.model.parameters():
         p.grad = torch.ones_like(p)
     if world.group["eps"] == 1e-8:
         world.optimizer.step()  # makes state where there is none
-    assert world.surroundings.look() == before or not is_untouched()
+    assert world.surroundings.look() == before or not glance.is_still_right()
 
 
 def test_a_world_names_what_changed():
