@@ -15,12 +15,14 @@ from typing import Any, Final
 
 from bench import compare, report
 from bench.compare import Results
-from bench.systems import ANCHOR
 
 _COLOURS: Final = {"peer": "#4c72b0", "control": "#4c72b0", "ceiling": "#8c8c8c", "fxamp": "#dd5f2a"}
 
 SLOWEST: Final = 2.5
 """Times over that of the best peer that are greater stand at the edge: eager fp32 takes up to ten times as long."""
+
+MIN_ROWS: Final = 3
+"""Fewer workloads are a table of numbers, and no picture."""
 
 Values = Any
 """What JSON can hold."""
@@ -92,7 +94,7 @@ def _times(results: Results) -> Values:
         over = compare.ratio(ours, peer)
         label = workload if title == "16 bit" else f"{workload}, {title}"
         rows.append({"workload": label, "best": round(over.median, 4) if over else None, "dots": dots})
-    return rows
+    return rows if len(rows) >= MIN_ROWS else None
 
 
 def _draw_times(plt: Any, rows: Values) -> None:
@@ -187,22 +189,20 @@ def _draw_variants(plt: Any, values: Values) -> None:
 
 
 def _sweeps(results: Results) -> Values:
-    """By what is varied, and by system: (value, time). On a CPU time is relative to the anchor's."""
-    on_gpu = results.machine.device_type == "cuda"
+    """By what is varied, and by system: (value, time in ms). Of GPUs: of a CPU no absolute times are published."""
+    if results.machine.device_type != "cuda":
+        return None
     lines: dict[str, dict[str, list[Values]]] = {}
     for over in ("layers", "batch size"):
         for value, on in compare.swept(results, over).items():
             for name, m in on.items():
-                relative = compare.ratio(m, on[ANCHOR]) if ANCHOR in on else None
-                time = compare.median_ms(m) if on_gpu else relative and relative.median
-                if time is not None:
-                    lines.setdefault(over, {}).setdefault(name, []).append([value, round(time, 4)])
-    unit = "ms" if on_gpu else f"over that of {ANCHOR}"
-    return {"unit": unit, "lines": lines} if any(len(x) > 1 for by in lines.values() for x in by.values()) else None
+                time_ms = compare.median_ms(m)
+                if time_ms is not None:
+                    lines.setdefault(over, {}).setdefault(name, []).append([value, round(time_ms, 4)])
+    return lines if any(len(points) > 1 for by_system in lines.values() for points in by_system.values()) else None
 
 
-def _draw_sweeps(plt: Any, values: Values) -> None:
-    lines: Mapping[str, Mapping[str, Sequence[Any]]] = values["lines"]
+def _draw_sweeps(plt: Any, lines: Mapping[str, Mapping[str, Sequence[Any]]]) -> None:
     _, axes = plt.subplots(1, len(lines), figsize=(4.6 * len(lines), 4), squeeze=False, sharey=True)
     for axis, (over, by_system) in zip(axes[0], lines.items(), strict=True):
         for name, points in by_system.items():
@@ -214,9 +214,6 @@ def _draw_sweeps(plt: Any, values: Values) -> None:
         axis.minorticks_off()
         axis.grid(color="#dddddd", linewidth=0.6)
         axis.set_xlabel(over)
-        if values["unit"] == "ms":
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel(f"time of a step, {values['unit']}")
+        axis.set_yscale("log")
+    axes[0][0].set_ylabel("time of a step, ms")
     axes[0][-1].legend(fontsize=8)

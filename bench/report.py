@@ -12,7 +12,7 @@ from typing import Final
 from bench import compare, rows
 from bench.compare import Defeat, Ratio, Results
 from bench.rows import Distributed, Measurement, Run, ScheduledRun
-from bench.systems import ANCHOR, REFERENCE
+from bench.systems import ANCHOR, REFERENCE, SWEPT
 from bench.workloads import CROSSINGS, NUM_BATCHES
 
 if sys.version_info >= (3, 11):
@@ -551,12 +551,15 @@ def _passes(results: Results) -> list[str]:
 def _dispatch(results: Results) -> list[str]:
     if not results.dispatches:
         return []
-    lines = ["A call of a compiled graph of one layer, in microseconds of the host, Dynamo's guards left out:", ""]
+    lines = [
+        "A call of a compiled graph of one layer, in microseconds of the host, Dynamo's guards left out; differences by "
+        "repetition, median and range:",
+        "",
+    ]
     lines += _table_head(["graph", "Inductor", "fxamp", "difference"])
     for d in results.dispatches:
         ours, theirs = statistics.median(d.fxamp_us), statistics.median(d.inductor_us)
-        difference = statistics.median(a - b for a, b in zip(d.fxamp_us, d.inductor_us, strict=True))
-        lines.append(_line([d.what, f"{theirs:.1f}", f"{ours:.1f}", f"{difference:+.1f}"]))
+        lines.append(_line([d.what, f"{theirs:.1f}", f"{ours:.1f}", _differences(d.fxamp_us, d.inductor_us)]))
     return [*lines, ""]
 
 
@@ -571,9 +574,13 @@ def _swaps(results: Results) -> list[str]:
     ]
     for s in results.swaps:
         kept, swapped = statistics.median(s.kept_us), statistics.median(s.swapped_us)
-        difference = statistics.median(a - b for a, b in zip(s.swapped_us, s.kept_us, strict=True))
-        lines.append(_line([s.what, f"{kept:.1f}", f"{swapped:.1f}", f"{difference:+.1f}"]))
+        lines.append(_line([s.what, f"{kept:.1f}", f"{swapped:.1f}", _differences(s.swapped_us, s.kept_us)]))
     return [*lines, ""]
+
+
+def _differences(times: Sequence[float], others: Sequence[float]) -> str:
+    found = [a - b for a, b in zip(times, others, strict=True)]
+    return f"{statistics.median(found):+.1f} [{min(found):+.1f}..{max(found):+.1f}]"
 
 
 def _variants(results: Results) -> list[str]:
@@ -600,7 +607,8 @@ def _variants(results: Results) -> list[str]:
 def _sweep(results: Results, over: str) -> list[str]:
     """Time of a step relative to the anchor's, as one thing grows."""
     rows_of = compare.swept(results, over)
-    names = list(dict.fromkeys(m.system for on in rows_of.values() for m in on.values() if m.timing is not None))
+    timed = {m.system for on in rows_of.values() for m in on.values() if m.timing is not None}
+    names = [name for name in SWEPT if name in timed]
     crossing = CROSSINGS[results.machine.device_type][0]
     lines = [f"Time of a step of `{crossing}` over that of {ANCHOR}, against {over}:", "", *_table_head([over, *names])]
     for value, on in rows_of.items():

@@ -71,8 +71,9 @@ def run(config: Config, console: Console) -> Done:
 
 
 def num_beside(system: System | None, num_jobs: int) -> int:
-    """How many compile beside a system, itself included: who tunes kernels has the machine alone, and all of its threads."""
-    return 1 if system is not None and tunes(system.name) else num_jobs
+    """How many compile beside a system, itself included. Who tunes kernels has the machine alone, and all of its threads. So
+    has None, the process that measures the device."""
+    return 1 if system is None or tunes(system.name) else num_jobs
 
 
 @contextmanager

@@ -313,7 +313,7 @@ def test_growth():
         Dispatch(run=run(), what="training", inductor_us=(10.0, 20.0), fxamp_us=(13.0, 23.0)),
     )
     assert "| 992, 7642 | 70 | 30 | 100 | 101 | 9 | 4.6 |" in text
-    assert "| training | 15.0 | 18.0 | +3.0 |" in text
+    assert "| training | 15.0 | 18.0 | +3.0 [+3.0..+3.0] |" in text
     # Four layers are tiny-gpt, which has a table of its own too; fp32-eager was not swept.
     table = """\
 | layers | bf16-autocast-compile | fxamp-bf16 |
@@ -330,7 +330,7 @@ def test_growth():
 
 def test_changes_of_precision():
     text = page_of(*ROWS, Swap(run=run(), what="a train step", kept_us=(100.0, 200.0), swapped_us=(110.0, 206.0)))
-    assert "| a train step | 150.0 | 158.0 | +8.0 |" in text
+    assert "| a train step | 150.0 | 158.0 | +8.0 [+6.0..+10.0] |" in text
 
 
 NOTHING_HELD = VariantMemory(run=run(), num_variants=1, num_parameters=1, host_bytes=0, device_bytes=None, compile_s=3.0)
