@@ -18,8 +18,8 @@ from bench.compare import Results
 
 _COLOURS: Final = {"peer": "#4c72b0", "control": "#4c72b0", "ceiling": "#8c8c8c", "fxamp": "#dd5f2a"}
 
-SLOWEST: Final = 2.5
-"""Times over that of the best peer that are greater stand at the edge: eager fp32 takes up to ten times as long."""
+SLOWEST: Final = 4
+"""Times over that of the best peer that are greater stand at the edge."""
 
 MIN_ROWS: Final = 3
 """Fewer workloads are a table of numbers, and no picture."""
@@ -83,12 +83,14 @@ def digest_in(path: Path) -> str | None:
 
 # ---- times -----------------------------------------------------------------------------------------------------------
 def _times(results: Results) -> Values:
-    """Of each workload: the ratio of fxamp's best to the best peer, and every system's time over that of the best peer."""
+    """Of each workload and class of precision: the ratio of fxamp's best to the best peer, and times of all systems of that
+    class over that of the best peer."""
+    precisions = {title: (*ours, *theirs) for title, ours, theirs in report.CLASSES}
     rows: list[Values] = []
     for workload, title, ours, peer in report.best_of_both(results):
         dots: list[Values] = []
         for m in results.measurements[workload].values():
-            over = compare.ratio(m, peer)
+            over = compare.ratio(m, peer) if m.precision in precisions[title] else None
             if over is not None and not compare.problem(m, results.measurements[workload]):
                 dots.append([m.family, round(over.median, 4), bool(compare.newer(m, results))])
         over = compare.ratio(ours, peer)
@@ -110,7 +112,7 @@ def _draw_times(plt: Any, rows: Values) -> None:
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_xscale("log")
     axis.set_xlim(min(0.6, *(over for row in rows for _, over, _ in row["dots"])) * 0.9, SLOWEST)
-    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2) if tick >= axis.get_xlim()[0]]
+    ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3) if tick >= axis.get_xlim()[0]]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)

@@ -182,7 +182,7 @@ def _origin(results: Results) -> list[str]:
 
 
 # ---- the headline ----------------------------------------------------------------------------------------------------
-_CLASSES: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
+CLASSES: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     ("16 bit", ("bf16", "fp16"), ("bf16", "fp16")),
     ("fp8", ("fp8",), ("fp8", "bf16")),
     ("fp32", ("fp32",), ("fp32",)),
@@ -209,7 +209,7 @@ def best_of_both(results: Results) -> Iterator[tuple[str, str, Measurement, Meas
     """(workload, class of precision, the fastest of fxamp, the fastest peer)."""
     for workload in _plain_workloads(results):
         on = results.measurements[workload]
-        for title, ours, theirs in _CLASSES:
+        for title, ours, theirs in CLASSES:
             fxamp = compare.best((m for m in on.values() if m.family == "fxamp" and m.precision in ours), on)
             peer = compare.best((m for m in on.values() if m.family == "peer" and m.precision in theirs), on)
             if fxamp is not None and peer is not None:
@@ -518,7 +518,24 @@ def _scaling(results: Results, drawn: Pictures) -> list[str]:
     lines += _picture(results, "-sweeps", drawn)
     if not lines:
         return []
-    return ["### How costs grow", "", *lines]
+    return ["### How costs grow", "", *_scaling_origin(results), *lines]
+
+
+def _scaling_origin(results: Results) -> list[str]:
+    """Commits and commands of what is measured of no workload."""
+    rows_of = {
+        "passes": results.pass_times,
+        "calls": results.dispatches,
+        "changes of precision": results.swaps,
+        "variants": results.variants,
+    }
+    lines = [
+        f"- {what}: {_commit(run)}{' with changes' if run.is_dirty else ''} (source {run.fxamp_source}, {run.date}), "
+        f"`{run.command}`"
+        for what, rows_here in rows_of.items()
+        for run in {row.run.id: row.run for row in rows_here}.values()
+    ]
+    return [*lines, ""] if lines else []
 
 
 def _passes(results: Results) -> list[str]:

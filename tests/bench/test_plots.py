@@ -53,8 +53,7 @@ def test_times_stand_over_the_best_peer():
         ["fxamp", 0.75, False],
         ["peer", 1.0, False],
         ["peer", 1.25, False],
-        ["peer", 5.0, False],
-    ]
+    ]  # and not fp32
 
 
 def test_what_does_not_train_is_not_shown_and_what_is_old_is_marked():

@@ -312,6 +312,7 @@ def test_growth():
                  compile_s=4.56),
         Dispatch(run=run(), what="training", inductor_us=(10.0, 20.0), fxamp_us=(13.0, 23.0)),
     )
+    assert "- passes: 0123456 (source ffffffffffff, 2025-01-01), `python -m bench`\n- calls: 0123456" in text
     assert "| 992, 7642 | 70 | 30 | 100 | 101 | 9 | 4.6 |" in text
     assert "| training | 15.0 | 18.0 | +3.0 [+3.0..+3.0] |" in text
     # Four layers are tiny-gpt, which has a table of its own too; fp32-eager was not swept.
