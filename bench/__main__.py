@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--reuse-peers", action="store_true", help="keep rows of peers although the source has changed"
     )
     results.add_argument("--report", action="store_true", help="measure nothing, write the tables")
-    results.add_argument("--plots", action="store_true", help="draw too; the tables show what is drawn. Needs matplotlib")
+    results.add_argument("--plots", action="store_true", help="draw too, and from then on; needs matplotlib")
     results.add_argument("--list", action="store_true", help="list workloads and systems, and stop")
     return out
 
@@ -158,8 +158,9 @@ def main(arguments: Sequence[str]) -> int:
             for name, waiting in done.left.items():
                 console.print(f"left for another run: {name}: {', '.join(waiting)}", highlight=False)
             console.print(f"go on with: {command_for_rest(arguments, done.left)}", highlight=False)
-    for drawn in plots.draw(report.load(args.results), args.results) if args.plots else ():  # the tables show them
-        console.print(f"plot: {drawn}", highlight=False)
+    if args.plots or plots.are_due(args.results):  # before the tables, which show them
+        for drawn in plots.draw(report.load(args.results), args.results):
+            console.print(f"plot: {drawn}", highlight=False)
     is_ours = args.results.resolve() == RESULTS
     page_path = RESULTS.parent / "RESULTS.md" if is_ours else args.results / "RESULTS.md"
     report.write(

@@ -6,6 +6,7 @@ A picture says in its metadata of which values it is, so that a test without mat
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,11 @@ def draw(all_results: Sequence[Results], folder: Path) -> list[Path]:
             plt.close()
         drawn.append(path)
     return drawn
+
+
+def are_due(folder: Path) -> bool:
+    """Are there pictures, which new rows may have made old, and can they be drawn?"""
+    return importlib.util.find_spec("matplotlib") is not None and any(folder.glob("*.svg"))
 
 
 def digest_in(path: Path) -> str | None:

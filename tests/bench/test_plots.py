@@ -89,6 +89,8 @@ def test_drawn_pictures_say_what_they_show(tmp_path):
     drawn = plots.draw(results, tmp_path)
     assert {p.name: plots.digest_in(p) for p in drawn} == {f.name: f.digest for f in plots.figures(results)}
     assert plots.draw(results, tmp_path) == drawn
+    assert plots.are_due(tmp_path)
+    assert not plots.are_due(tmp_path / "none")
     slower = replace(ROWS[4], timing=measurement("fxamp-bf16", (7.0,) * 3).timing)
     changed = plots.figures(compare.results_of([*ROWS[:4], slower, *OTHERS]))[0]
     assert changed.name == "some-gpu.svg"
