@@ -198,6 +198,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
+        self._has_told_of_breaks = False
         self._is_closed = False
 
     @property
@@ -398,6 +399,16 @@ class TrainStep:
             self._note(reach.note_of(outside, names))
         self._looks_outside = False
 
+    def _tell_of_breaks(self, num_calls: int) -> None:
+        """Of graphs, in a step. Dynamo's guards, which see whatever its programs were compiled for, are asked of the first."""
+        if num_calls != self._task.accumulate and not self._has_told_of_breaks:
+            self._has_told_of_breaks = True
+            self._note(
+                f"train_step: a micro-batch runs {num_calls / self._task.accumulate:g} graphs, not one: numbers that Python "
+                "reads behind the first from objects that are neither modules nor tensors are recorded as they are now. "
+                "torch._dynamo.explain(model)(*batch) says where graphs break"
+            )
+
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)
         self._leaves.drop_gradients()
@@ -586,6 +597,7 @@ class TrainStep:
         if has_new_state:
             return None
         self._num_recordings += 1
+        self._tell_of_breaks(len(calls))
         leaves = self._leaves.read
         return _Recording(
             graph=graph,

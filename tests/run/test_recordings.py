@@ -3,6 +3,7 @@ has to come to the same bits; the tape knows addresses alone, as a CUDA graph do
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -258,6 +259,7 @@ class Late:
         return x * self.scale if self.is_there else x
 
 
+@pytest.mark.filterwarnings("ignore:train_step. a micro-batch runs")
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_recording_that_breaks_off_leaves_no_trace(error: type[BaseException], monkeypatch: pytest.MonkeyPatch):
     """Neither flags that never arrived, nor state that was never made; nor does one that makes state."""
@@ -283,6 +285,35 @@ def test_a_recording_that_breaks_off_leaves_no_trace(error: type[BaseException],
         assert step.summary().num_replayed == (5 if is_taped else 0)
         results.append([*state_of(b.model, b.optimizer), late.scale.detach(), b.amp.loss_scale])
     assert same(*results)
+
+
+class Broken(nn.Module):
+    """Of two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.f(x)
+        torch._dynamo.graph_break()
+        return self.g(x)
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_graph_break_in_a_recording_is_told_of(is_broken: bool, monkeypatch: pytest.MonkeyPatch):
+    """Once: guards of what lies behind it cannot be asked."""
+    torch._dynamo.reset()
+    model = Broken() if is_broken else Small()
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = taped(amp.train_step(model, F.mse_loss, optimizer, accumulate=2), monkeypatch)
+    for x, y in (*batches(CPU, 5), *((x[:4], y[:4]) for x, y in batches(CPU, 4))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(x, y)
+    assert step.summary().num_recordings == 2
+    told = [note for note in amp.report().notes if "a micro-batch runs" in note]
+    assert [note.startswith("train_step: a micro-batch runs 3 graphs, not one") for note in told] == [True] * is_broken
 
 
 def test_switches_of_pytorch_are_those_of_the_recording(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,7 @@ from fxamp.run.train_step import MAX_SHAPES, MAX_WORLDS, Batch, TrainStep
 from tests.programs import mlp
 from tests.waits import no_waits
 
+pytestmark = pytest.mark.filterwarnings("ignore:train_step. a micro-batch runs")  # tests/run/test_recordings.py looks at it
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
