@@ -290,6 +290,23 @@ def test_an_output_keeps_its_history_where_the_graph_ends_in_no_grad():
         assert y.requires_grad
 
 
+def test_what_is_handed_on_in_no_grad_keeps_its_history():
+    def forward(x):
+        y = F.linear(x, w)
+        with torch.no_grad():
+            z = y.contiguous()  # y itself
+        return z * 2.0, z
+
+    for precision in ("bf16", "fp32"):
+        torch._dynamo.reset()
+        x = x8.clone().requires_grad_()
+        compiled = torch.compile(forward, backend=fxamp.Amp(precision=precision, lower="aot_eager"))
+        for got, want in zip(compiled(x), forward(x), strict=True):
+            (ours,) = torch.autograd.grad(got.sum(), x, retain_graph=True)
+            (eager,) = torch.autograd.grad(want.sum(), x, retain_graph=True)
+            assert relative_error(ours, eager) < 1e-2
+
+
 def in_place_without_grad(x):
     y = F.linear(x, w)
     with torch.no_grad():
