@@ -115,7 +115,7 @@ def _peers() -> list[System]:
                 scaler=True,
                 mode=mode,
             )
-            for mode in modes[:2]
+            for mode in modes
         ),
         *(
             System(
@@ -146,7 +146,7 @@ def _fxamp() -> list[System]:
         "fp32": ("default",),
         "tf32": ("default",),
         "bf16": ("default", "reduce-overhead", "max-autotune"),
-        "fp16": ("default", "reduce-overhead"),
+        "fp16": ("default", "reduce-overhead", "max-autotune"),
         "fp8": ("default", "reduce-overhead"),
     }
     calls = [
@@ -180,10 +180,14 @@ def _fxamp() -> list[System]:
             compiler="fxamp",
             is_train_step=True,
         )
-        for precision in ("bf16", "fp16", "fp8")
+        for precision in modes
     ]
+    step_of = {step.precision: step for step in steps}
     relaxed_step = replace(
-        steps[0], name="fxamp-bf16-relaxed-train-step", about=f"{steps[0].about}, {_RELAXING}", relaxed=RELAXED
+        step_of["bf16"],
+        name="fxamp-bf16-relaxed-train-step",
+        about=f"{step_of['bf16'].about}, {_RELAXING}",
+        relaxed=RELAXED,
     )
     residual_step = replace(
         relaxed_step,
@@ -192,7 +196,10 @@ def _fxamp() -> list[System]:
         relaxed=(*RELAXED, "low_residual"),
     )
     unscaled_step = replace(
-        steps[1], name="fxamp-fp16-unscaled-train-step", about=f"{steps[1].about}, scaling=None", unscaled=True
+        step_of["fp16"],
+        name="fxamp-fp16-unscaled-train-step",
+        about=f"{step_of['fp16'].about}, scaling=None",
+        unscaled=True,
     )
     return [*calls, *steps, relaxed_step, residual_step, unscaled_step]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -41,6 +41,16 @@ class Spy(nn.Module):
         y = self.linear(x)
         y.register_hook(lambda _: self.seen.append(("backward", torch.is_autocast_enabled("cpu"), None)))
         return y
+
+
+def test_everything_that_users_would_pick_is_there_in_every_mode():
+    known = systems.all_systems()
+    modes = ("compile", "reduce-overhead", "max-autotune")
+    assert known.keys() >= {f"{p}-autocast-{mode}" for p in ("bf16", "fp16") for mode in modes}
+    assert all(known[f"fp16-autocast-{mode}"].scaler for mode in modes)
+    for precision in get_args(systems.Precision):
+        ours = [s for s in known.values() if s.family == "fxamp" and s.precision == precision]
+        assert {s.is_train_step for s in ours} == {True, False}
 
 
 def test_names():
