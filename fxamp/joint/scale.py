@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxamp import errors, formats, graph, ops
+from fxamp.joint import linearity
 from fxamp.joint.descriptors import descriptors, input_of
 from fxamp.passes import Change, Kept
 
@@ -160,17 +161,6 @@ def _first_user(tangents: Sequence[fx.Node], default: fx.Node) -> fx.Node:
     return min((user for tangent in tangents for user in tangent.users), default=default)  # nodes of one graph are ordered
 
 
-_NAMES = """
-    clamp clamp_min clamp_max hardtanh nan_to_num maximum minimum pow sqrt rsqrt reciprocal exp exp2 expm1 log log2 log1p
-    sigmoid tanh sign sgn round floor ceil trunc relu lt le gt ge eq ne isnan isinf cumprod prod
-"""
-_NOT_LINEAR = frozenset(getattr(torch.ops.aten, name) for name in _NAMES.split())
-"""What does not commute with a factor. Some only ask for a sign; it is no loss to ask the true value."""
-
-_PRODUCTS = frozenset((torch.ops.aten.mul, torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.dot, torch.ops.aten.addcmul))
-_SUMS = frozenset((torch.ops.aten.add, torch.ops.aten.sub, torch.ops.aten.rsub, torch.ops.aten.where))
-
-
 # ---- which gradient carries which scale -----------------------------------------------------------------------------------
 TRUE: Final = -1
 """Where gradients belong that carry no scale: those that enter and leave the graph, and those that the user's code reads."""
@@ -226,7 +216,7 @@ class Gradients:
         """Lets every operation read gradients with the scale of its region: true ones, if it is not linear in them."""
         for node in list(gm.graph.nodes):
             operands = [x for x in node.all_input_nodes if x in self._region]
-            if node.op != "call_function" or not operands:
+            if node.op != "call_function" or not operands or not linearity.reads_values(node):
                 continue
             region = self._region_for(node, operands)
             part = region, max(self._depth[x] + (self._region[x] != region) for x in operands)
@@ -270,7 +260,7 @@ class Gradients:
         return self._region[gradient], self._depth[gradient]
 
     def _region_for(self, node: fx.Node, operands: Sequence[fx.Node]) -> int:
-        if _is_not_linear(node, operands):
+        if linearity.is_not_linear(node, operands):
             return TRUE
         together = next((x for x in operands if not isinstance(graph.value_of(x), torch.Tensor)), None)
         if together is not None:  # of a tuple, which is not brought anywhere
@@ -282,27 +272,6 @@ class Gradients:
         # region would have to pass through it on its way to the next.
         scaled = [x for x in operands if self._region[x] != TRUE]
         return self._region[max(scaled, key=self._depth.__getitem__)] if scaled else 0
-
-
-def _is_not_linear(node: fx.Node, gradients: Sequence[fx.Node]) -> bool:
-    """Is it a product of two gradients, a quotient by one, a sum of one and something else, or of `_NOT_LINEAR`?"""
-    packet = getattr(node.target, "overloadpacket", None)
-    terms = node.args[1:] if packet is torch.ops.aten.where else node.args
-    is_mixed = packet in _SUMS and any(not _is_zero(x) for x in terms if x not in gradients)
-    is_product = packet in _PRODUCTS and sum(x in gradients for x in node.args) > 1
-    is_quotient = packet is torch.ops.aten.div and node.args[1] in gradients
-    return packet in _NOT_LINEAR or is_mixed or is_product or is_quotient
-
-
-def _is_zero(x: Any) -> bool:
-    """Is it a number or a tensor of zeros, which no factor changes?"""
-    if not isinstance(x, fx.Node):
-        return isinstance(x, (int, float)) and x == 0
-    packet = getattr(x.target, "overloadpacket", None)
-    if packet in (torch.ops.aten.zeros, torch.ops.aten.zeros_like):
-        return True
-    value = x.args[1] if packet is torch.ops.aten.full else x.args[0] if packet is torch.ops.aten.scalar_tensor else None
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _product(value: fx.Node, factor: fx.Node, *, before: fx.Node) -> fx.Node:

@@ -139,6 +139,25 @@ class Normalized(torch.autograd.Function):
         return large / (grad.square().sum().sqrt() + 1e-3) + grad.sign() * 0.1 - 1 / (2 + grad.exp())
 
 
+class Changed(torch.autograd.Function):
+    """In ways that do not commute with a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ends = torch.cat([grad[:1], torch.ones_like(grad[1:])])
+        marked = grad.masked_fill(grad > 0, 0.5).index_fill(0, torch.tensor([1]), 0.25)
+        steps = (grad * 8).int().float() + torch.div(grad, 0.3, rounding_mode="floor")
+        return grad.sin() + grad.softmax(-1) + ends + marked + steps + torch.addmm(torch.ones(4), grad, grad) + grad.var()
+
+
+def changed_inside(m: Any, x: Tensor) -> Any:
+    return m.lin(Changed.apply(m.lin(x).relu()))
+
+
 def clipped_inside(m: Any, x: Tensor) -> Any:
     return m.lin(Clipped.apply(m.lin(x).relu()))
 
@@ -190,6 +209,7 @@ def force(m: Any, x: Tensor) -> Any:
 PROGRAMS = (
     alias_of_an_intermediate, mutated_input, views_of_one_base, identity, unused_output, tied, graph_break, recomputed,
     conditional, complex_inside, complex_outside, wide, users_low, scalar, many, clipped_inside, normalized_inside,
+    changed_inside,
     hook_inside, returned_twice, recomputed_reentrantly, loop, gradient_inside,
 )  # fmt: skip
 
