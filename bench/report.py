@@ -114,7 +114,7 @@ def page(all_results: Sequence[Results], causes: Causes, drawn: Pictures = NONE_
         if results.measurements:
             parts += [*_origin(results), "", *headline(results), "", *_picture(results, "", drawn)]
             parts += _defeats(results, causes)
-            parts += _memory_defeats(results)
+            parts += _memory_defeats(results, causes)
         for workload in _plain_workloads(results):
             parts += _workload(results, workload)
         parts += _not_measured(results) + _scaling(results, drawn) + _scheduled(results) + _distributed(results)
@@ -271,7 +271,7 @@ def _outdated(defeat: Defeat) -> str:
     return f"Not measured since, and says nothing of fxamp as it is; newer rows here: {', '.join(took)}."
 
 
-def _memory_defeats(results: Results) -> list[str]:
+def _memory_defeats(results: Results, causes: Causes) -> list[str]:
     if results.machine.device_type != "cuda":
         return []
     found = compare.memory_defeats(results)
@@ -288,9 +288,14 @@ def _memory_defeats(results: Results) -> list[str]:
         sizes = " / ".join(f"{x.facts.memory.reserved_bytes / 2**30:.2f}" for x in (m, peer) if x.facts and x.facts.memory)
         lines.append(
             f"- **{m.workload} / {m.system}**{_age_mark(m, results)}: {defeat.ratio:.2f} of {peer.system}, {sizes} GiB "
-            f"({_commit(m.run)}, {m.run.date})"
+            f"({_commit(m.run)}, {m.run.date}). {causes.get(m.workload, {}).get(memory_of(m.system), '*not explained yet*')}"
         )
     return [*lines, ""]
+
+
+def memory_of(system: str) -> str:
+    """The key of a cause that is about memory."""
+    return f"memory of {system}"
 
 
 def _doubt(defeat: Defeat) -> str:

@@ -74,6 +74,11 @@ def undue(all_results, causes) -> set[tuple[str, str]]:
         for d in compare.defeats(r)
         if not compare.newer(d.fxamp, r)
     }
+    due |= {
+        (defeat.fxamp.workload, report.memory_of(defeat.fxamp.system))
+        for results in all_results
+        for defeat in compare.memory_defeats(results)
+    }
     return {(workload, system) for workload in causes for system in causes[workload]} - due
 
 
