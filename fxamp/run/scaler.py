@@ -191,7 +191,10 @@ class Scaler:
 
     def _known(self, ids: Collection[int]) -> set[int]:
         """Those of these parameters, by id, that compiled graphs have read."""
-        return set[int]().union(*(flags.known(ids) for flags in self._flags.values()))
+        known: set[int] = set()  # Dynamo traces this in a step that somebody compiles, and knows no `set[int]()`
+        for flags in self._flags.values():
+            known |= flags.known(ids)
+        return known
 
     def _look_outside(self, optimizer: Optimizer) -> None:
         """At the first step, tells of parameters that no compiled graph has read: no precision of fxamp's reaches them."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import fxamp
 from fxamp import errors
 from fxamp.run import writes
 from fxamp.run.frozen import WeightCopies
@@ -255,6 +256,23 @@ def test_watched_functions_are_compiled_as_always(monkeypatch: pytest.MonkeyPatc
     optimizer = optim.AdamW([p], lr=0.1, weight_decay=0.0)
     torch.compile(optimizer.step, backend="aot_eager")()
     assert torch.allclose(p.detach(), torch.full((4,), -0.1))
+
+
+def test_a_step_that_is_compiled_passes_those_who_listen():
+    """Dynamo traces the hooks on steps, of whoever is there: of an Amp with a scale, of low copies, of frozen weights."""
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    step = amp.train_step(nn.Linear(4, 4), None, optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1))
+    torch.compile(nn.Linear(4, 4), backend=amp)(torch.ones(2, 4)).sum().backward()
+    with amp.freeze(nn.Linear(4, 4)):
+        before = model.weight.detach().clone()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        torch.compile(optimizer.step, backend="aot_eager")()
+    assert torch.allclose(model.weight.detach(), before - 0.1, atol=1e-6)
+    step.close()
 
 
 @pytest.mark.parametrize("when", ["before", "while frozen"])
