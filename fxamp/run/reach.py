@@ -1,8 +1,9 @@
-"""Which parameters a loss reads outside of every compiled graph, where no precision of fxamp's reaches them."""
+"""Which parameters a loss reads outside of compiled graphs, where no precision of fxamp reaches them; and whose else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -18,18 +19,38 @@ MAX_SHOWN: Final = 3
 def read_outside(loss: Tensor) -> list[nn.Parameter]:
     """The parameters that something else than a compiled graph reads on the way to `loss`. Asks autograd's graph, before the
     backward."""
+    found = {id(leaf): leaf for node, leaf in _reads(loss) if not node.name().startswith(_COMPILED)}
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def kept_gradients(loss: Tensor, but: Collection[int]) -> Generator[None]:
+    """A backward of `loss` inside leaves no gradient with parameters that it reads, and touches none that they have; `but`:
+    those that it is for, by id."""
+    others = {id(leaf): leaf for _, leaf in _reads(loss) if id(leaf) not in but}
+    before = [(leaf, leaf.grad) for leaf in others.values()]
+    try:
+        for leaf, _ in before:
+            leaf.grad = None  # else it would be added to, in its place
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
+
+
+def _reads(loss: Tensor) -> Iterator[tuple[Node, nn.Parameter]]:
+    """Every parameter on the way to `loss`, with each node of autograd's graph that reads it."""
     queue: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen, found = set(queue), dict[int, nn.Parameter]()
+    seen = set(queue)
     while queue:
         node = queue.pop()
         for source in {source for source, _ in node.next_functions if source is not None}:
             leaf = getattr(source, "variable", None)
-            if isinstance(leaf, nn.Parameter) and not node.name().startswith(_COMPILED):
-                found[id(leaf)] = leaf
+            if isinstance(leaf, nn.Parameter):
+                yield node, leaf
             if source not in seen:
                 seen.add(source)
                 queue.append(source)
-    return list(found.values())
 
 
 def note_of(outside: Sequence[nn.Parameter], names: Mapping[int, str]) -> str:

@@ -206,6 +206,11 @@ class TrainStep:
         """Those of the optimizer now: groups may be added."""
         return skipping.parameters(self._task.optimizer)
 
+    def _own_ids(self) -> frozenset[int]:
+        """Of the parameters whose gradients a step computes, and drops."""
+        own = (p for m in self._surroundings.modules for p in m._parameters.values() if p is not None)
+        return frozenset(map(id, own)) | skipping.ids(self._task.optimizer)
+
     # ---- what people call -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Takes one step. Returns the loss, detached, fp32 or whatever the loss is, []: a tensor of the caller's own.
@@ -333,7 +338,10 @@ class TrainStep:
                 loss = self._loss(*args, **kwargs)
                 _check_loss(loss)
                 self._look_outside(loss)
-                loss.backward()
+                # DDP and FSDP wait for gradients of their own, and take them away.
+                is_alone = not ranks.is_one_of_many()
+                with reach.kept_gradients(loss, self._own_ids()) if is_alone else contextlib.nullcontext():
+                    loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
             if task.accumulate > 1:
                 self._leaves.widen_gradients(inverse)

@@ -240,6 +240,26 @@ def test_a_step_beside_a_loop(monkeypatch: pytest.MonkeyPatch):
     assert same(beside_a_loop(monkeypatch), beside_a_loop(None))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_gradients_of_others_wait_for_whoever_steps_them(is_recorded: bool, precision: str, monkeypatch: pytest.MonkeyPatch):
+    """A loss that another network computes leaves nothing with it, and touches nothing that is there."""
+    torch._dynamo.reset()
+    maker, critic = nn.Linear(8, 4), nn.Linear(4, 1)
+    optimizer, amp = optim.SGD(maker.parameters(), lr=0.1, fused=True), fxamp.Amp(precision=precision, lower="aot_eager")
+    step = amp.train_step(maker, lambda made, _: critic(made).square().mean(), optimizer)
+    if is_recorded:
+        taped(step, monkeypatch)
+    for i, (x, y) in enumerate(batches(CPU, 8)):
+        waiting = torch.full_like(critic.weight, float(i)) if i % 3 else None
+        critic.weight.grad = waiting
+        step(x, y)
+        assert critic.weight.grad is waiting
+        assert waiting is None or torch.equal(waiting, torch.full_like(critic.weight, float(i)))
+        assert critic.bias.grad is None
+    assert step.summary().num_replayed == (6 if is_recorded else 0)
+
+
 class Late:
     """Scales by a parameter that joins later, and may break off a recording."""
 
