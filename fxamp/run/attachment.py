@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -186,6 +186,10 @@ class Attachment:
         if optimizer is not None:
             for scaler in self._live():
                 scaler.dropped(optimizer)
+
+    def known(self, ids: Collection[int]) -> set[int]:
+        """Those of these parameters, by id, that graphs of some Amp have read."""
+        return {known for scaler in self._live() for known in scaler.known(ids)}
 
     def _live(self) -> list[Scaler]:
         return [scaler for ref in self.scalers if (scaler := ref()) is not None]

@@ -182,14 +182,14 @@ class Scaler:
         if optimizer in self._attached:
             return
         ids = skipping.ids(optimizer)
-        if self._known(ids):
+        if self.known(ids):
             self._warn(
                 f"a {type(optimizer).__name__} that is not attached steps parameters whose gradients are scaled: one "
                 "that overflows will reach the parameters, and the scale never moves. Call amp.attach(optimizer) once "
                 "(for backend='fxamp' by name: fxamp.shared(**options).attach(optimizer))"
             )
 
-    def _known(self, ids: Collection[int]) -> set[int]:
+    def known(self, ids: Collection[int]) -> set[int]:
         """Those of these parameters, by id, that compiled graphs have read."""
         known: set[int] = set()  # Dynamo traces this in a step that somebody compiles, and knows no `set[int]()`
         for flags in self._flags.values():
@@ -197,11 +197,12 @@ class Scaler:
         return known
 
     def _look_outside(self, optimizer: Optimizer) -> None:
-        """At the first step, tells of parameters that no compiled graph has read: no precision of fxamp's reaches them."""
+        """At the first step, tells of parameters that no graph of any Amp has read which the optimizer is attached to: no
+        precision of fxamp's reaches them."""
         self._looked_at.add(optimizer)
         # FSDP2 gathers parameters, and graphs read others than an optimizer has.
         stepped = [p for p in skipping.parameters(optimizer) if p.grad is not None and not hasattr(p, "to_local")]
-        known, kind = self._known(set(map(id, stepped))), type(optimizer).__name__
+        known, kind = self._attached[optimizer].known(set(map(id, stepped))), type(optimizer).__name__
         num_outside = sum(id(p) not in known for p in stepped)
         if num_outside:
             self._outside.append((kind, f"{num_outside} of {len(stepped)} parameters, which no compiled graph has read"))
