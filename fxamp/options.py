@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -84,9 +84,10 @@ class Options:
     """The `torch.distributed` group whose ranks skip a step together; None is the default group, if there is one."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", Policy.of(self.policy).with_regions(self.regions or {}))
+        policy: Any = self.policy  # what people give is not what it becomes
+        object.__setattr__(self, "policy", Policy.of(Policy() if policy is None else policy).with_regions(self.regions or {}))
         self.policy.check_regions()
-        object.__setattr__(self, "relaxed", (self.relaxed,) if isinstance(self.relaxed, str) else tuple(self.relaxed))
+        object.__setattr__(self, "relaxed", _names(self.relaxed))
         _check_choices(self)
         _check_landed(self)
         _check_regions(self)
@@ -128,6 +129,15 @@ class Options:
     def key(self) -> tuple[tuple[str, str], ...]:
         """Every field, hashable: two equal keys are one Amp in `fxamp.shared`."""
         return tuple((f.name, str(getattr(self, f.name))) for f in fields(self))
+
+
+def _names(relaxed: Any) -> tuple[str, ...]:
+    """What `relaxed` says, as names. Raises: InvalidOption for what holds none."""
+    if isinstance(relaxed, str):
+        return (relaxed,)
+    if relaxed is None or isinstance(relaxed, Iterable):
+        return tuple(relaxed or ())
+    raise errors.InvalidOption(f"relaxed={relaxed!r}", way_out=f"Name the passes that you want, of {', '.join(RELAXED)}")
 
 
 def _check_choices(options: Options) -> None:

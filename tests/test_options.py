@@ -60,6 +60,9 @@ def test_every_option_is_documented():
         ({"scaling": "dynamik"}, errors.UnknownOption,
          "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a float, "
          "a DynamicScale"),
+        ({"relaxed": True}, errors.InvalidOption,
+         "ERROR[InvalidOption]: relaxed=True. Name the passes that you want, of min_cut, low_residual, attention_masks, "
+         "padded_logits, grouped_queries"),
         ({"precision": "fp8"}, errors.NotYet,
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
         ({"ladder": ("bf16", "fp8")}, errors.NotYet,
@@ -87,6 +90,10 @@ def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exce
     with pytest.raises(error) as caught:
         fxamp.Amp(**given)
     assert str(caught.value) == text
+
+
+def test_none_is_the_default_of_what_has_no_other():
+    assert fxamp.Amp(policy=None, relaxed=None).options == fxamp.Amp().options  # pyright: ignore[reportArgumentType]
 
 
 def test_options_read_as_a_call():

@@ -74,15 +74,21 @@ class Batch:
     def parts(self, tensors: Sequence[Tensor], num: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """The arguments of each micro-batch: equal parts along the first dimension; tensors without one are for all.
 
-        Raises: InvalidOption where that leaves a rest."""
+        Raises: InvalidOption where that leaves a rest, and where tensors have different numbers of rows, or there are none."""
         if num == 1:
             return [self.arguments(tensors)]
-        for x in tensors:
-            if x.dim() and x.shape[0] % num:
-                raise errors.InvalidOption(
-                    f"a tensor of the batch has {x.shape[0]} rows, which accumulate={num} does not divide",
-                    way_out="Give a batch that is a multiple of the number of micro-batches",
-                )
+        lengths = list(dict.fromkeys(x.shape[0] for x in tensors if x.dim()))
+        if len(lengths) != 1:
+            raise errors.InvalidOption(
+                f"accumulate={num} splits every tensor of a batch along its first dimension, and they have "
+                + (" and ".join(map(str, lengths)) + " rows" if lengths else "none"),
+                way_out="Give all of them one row a sample, and register what is the same for all samples as a buffer",
+            )
+        if lengths[0] % num:
+            raise errors.InvalidOption(
+                f"a tensor of the batch has {lengths[0]} rows, which accumulate={num} does not divide",
+                way_out="Give a batch that is a multiple of the number of micro-batches",
+            )
         split = [x.chunk(num) if x.dim() else (x,) * num for x in tensors]
         return [self.arguments(part) for part in zip(*split, strict=True)]
 

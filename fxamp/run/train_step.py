@@ -70,10 +70,10 @@ class Task:
         def objective(*batch: Any, **named: Any) -> Tensor:
             if loss_fn is None:
                 outputs = model(*batch, **named)
-                loss = outputs if isinstance(outputs, Tensor) else outputs.loss
+                loss = outputs if isinstance(outputs, Tensor) else getattr(outputs, "loss", outputs)
             else:
                 loss = loss_fn(model(*batch[:-1], **named), batch[-1])
-            return loss if share == 1.0 else loss * share
+            return loss * share if share != 1.0 and isinstance(loss, Tensor) else loss
 
         # Dynamo counts recompilations by code object: all train steps of a process would share one limit.
         objective.__code__ = objective.__code__.replace(co_name=f"objective_of_{type(model).__name__}")
@@ -198,7 +198,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
-        self._has_told_of_breaks = False
+        self._has_told_of_breaks = self._has_seen_a_gradient = False
         self._is_closed = False
 
     @property
@@ -243,6 +243,9 @@ class TrainStep:
         return StepSummary(
             num_recordings=self._num_recordings, num_replayed=self._num_replayed, num_plain=dict(self._num_plain)
         )
+
+    def __repr__(self) -> str:
+        return f"<TrainStep of {type(self._task.model).__name__}: {self.summary()}>"
 
     def close(self) -> None:
         """Gives the memory of the CUDA graphs back. May be called again."""
@@ -346,6 +349,8 @@ class TrainStep:
             if task.accumulate > 1:
                 self._leaves.widen_gradients(inverse)
         assert total is not None
+        if not self._has_seen_a_gradient:
+            self._look_for_gradients()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
         if self._scaler is not None:
@@ -406,6 +411,16 @@ class TrainStep:
             names = {id(p): name for name, p in self._task.model.named_parameters()}
             self._note(reach.note_of(outside, names))
         self._looks_outside = False
+
+    def _look_for_gradients(self) -> None:
+        """Tells, once, of an optimizer that has nothing to step by."""
+        arrived = any(leaf.arrived for leaf in self._leaves) or any(p.grad is not None for p in self._parameters)
+        if not arrived:
+            self._note(
+                f"train_step: none of the {len(self._parameters)} parameters of the {type(self._task.optimizer).__name__} got "
+                "a gradient: nothing is trained. Is it the optimizer of this model?"
+            )
+        self._has_seen_a_gradient = True
 
     def _tell_of_breaks(self, num_calls: int) -> None:
         """Of graphs, in a step. Dynamo's guards, which see whatever its programs were compiled for, are asked of the first."""
@@ -653,16 +668,28 @@ def _check_task(task: Task) -> None:
                 f"train_step() was given a {type(given).__name__} as its {what}",
                 way_out="It takes (model, loss_fn, optimizer); loss_fn=None if the model returns its loss",
             )
+    if isinstance(task.loss_fn, type):
+        raise errors.InvalidOption(
+            f"train_step() was given the class {task.loss_fn.__name__} as its loss_fn",
+            way_out=f"Give an instance, {task.loss_fn.__name__}()",
+        )
     if task.accumulate < 1:
         raise errors.InvalidOption(f"accumulate={task.accumulate}", way_out="Give a number of micro-batches, 1 or more")
-    if task.clip_grad_norm is not None and not task.clip_grad_norm > 0:
+    clip = task.clip_grad_norm
+    if clip is not None and (isinstance(clip, bool) or not clip > 0):
         raise errors.InvalidOption(f"clip_grad_norm={task.clip_grad_norm}", way_out="Give a norm above 0, or None")
 
 
 def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise errors.InvalidOption(
-            f"the loss of the training step is {what}, or does not depend on a parameter",
-            way_out="loss_fn(output, target) has to return one number; with loss_fn=None the model returns its loss",
+            f"the loss of the training step is {what}, not a tensor with one number",
+            way_out="loss_fn(output, target) has to return one number; with loss_fn=None the model returns its loss, or "
+            "something that has it as `.loss`",
+        )
+    if not loss.requires_grad:
+        raise errors.InvalidOption(
+            "the loss of the training step does not depend on a parameter that requires a gradient",
+            way_out="Unfreeze what is to be trained, and take care that nothing on the way is detached",
         )

@@ -193,6 +193,17 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(make: Callable[..., opt
         amp.train_step(model, nn.MSELoss(), make(model.parameters()))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_optimizer_of_another_model_is_told_of(precision: str):
+    model, _, amp = made(CPU, precision=precision)
+    optimizer = optim.SGD(nn.Linear(8, 4).parameters(), lr=0.1)
+    step = amp.train_step(model, nn.MSELoss(), optimizer)
+    with pytest.warns(fxamp.FxampWarning, match="none of the 2 parameters of the SGD got a gradient: nothing is trained"):
+        step(*next(batches(CPU, 1)))
+    step(*next(batches(CPU, 1)))  # once
+    assert repr(step).startswith("<TrainStep of ")
+
+
 def test_what_makes_no_sense_is_refused():
     model, optimizer, amp = made(CPU, precision="bf16")
     with pytest.raises(errors.InvalidOption, match=r"given a AdamW as its model. It takes \(model, loss_fn, optimizer\)"):
@@ -209,11 +220,25 @@ def test_what_makes_no_sense_is_refused():
         step(x, y)
     with pytest.raises(errors.InvalidOption, match="requires a gradient"):
         step(x.requires_grad_(), y)
+    x = x.detach()
+    with pytest.raises(errors.InvalidOption, match="and they have 8 and 6 rows"):
+        step(x, y[:6])
+    with pytest.raises(errors.InvalidOption, match="and they have none"):
+        step()
+    with pytest.raises(errors.InvalidOption, match=r"the class MSELoss as its loss_fn. Give an instance, MSELoss\(\)"):
+        amp.train_step(model, nn.MSELoss, optimizer)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.InvalidOption, match="clip_grad_norm=True"):
+        amp.train_step(model, nn.MSELoss(), optimizer, clip_grad_norm=True)
+    for made_of, told in ((lambda *_: (x.sum(), x), "a tuple"), (lambda *_: {"loss": x.sum()}, "a dict")):
+        with pytest.raises(errors.InvalidOption, match=f"the loss of the training step is {told}, not a tensor"):
+            amp.train_step(model, made_of, optimizer, accumulate=2)(x, y)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.InvalidOption, match="does not depend on a parameter"):
+        amp.train_step(model, lambda out, y: F.mse_loss(out.detach(), y), optimizer)(x, y)
     wide = amp.train_step(model, nn.MSELoss(reduction="none"), optimizer)
     with wide, pytest.raises(errors.InvalidOption, match=r"a tensor of shape \[8, 4\]"):
-        wide(x.detach(), y)
+        wide(x, y)
     with pytest.raises(errors.InvalidOption, match="closed"):
-        wide(x.detach(), y)
+        wide(x, y)
     with pytest.raises(errors.InvalidOption, match="Give a ladder"):
         fxamp.Amp(precision="fp16", on_overflow="retry")
     with pytest.raises(errors.InvalidOption, match=r"Use amp\.train_step"):
