@@ -227,9 +227,12 @@ class Amp:
         variants = tuple(v for g in self.graphs for v in g.variants.values())
         rules = explain_rules.uses(self.options.policy, variants)
         idle = [f"{use.rule} ({use.note})" for use in rules if use.is_idle]
+        empty = self._empty_regions(variants)
         if variants and idle and not self._warned_of_idle_rules:
             self._warned_of_idle_rules = True
             warnings.warn(f"rules of the policy that decide nothing: {'; '.join(idle)}", FxampWarning, stacklevel=2)
+        if empty:
+            self._note(empty)
         return Report(
             options=str(self.options),
             graphs=self.graphs,
@@ -241,6 +244,17 @@ class Amp:
             steps=tuple(str(step.summary()) for step in self._steps),
             scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
+
+    def _empty_regions(self, variants: Sequence[VariantRecord]) -> str:
+        """What to say of regions whose glob matches no module of any graph; "" if each has one."""
+        modules = {decision.facts.module for v in variants for decision in v.plan.decisions.values()}
+        ladder = self._precisions.structure
+        present = set(map(ladder.region_of, modules))
+        empty = [f"{name} ({glob})" for name, glob in ladder.regions if name not in present]
+        if not modules or not empty:
+            return ""
+        known = ", ".join(sorted(filter(None, modules))[:8])
+        return f"regions that no operation so far is in: {', '.join(empty)}. There are the modules {known}"
 
     def profile(self, step: Callable[[], object], *, steps: int = 3) -> Profile:
         """Which kernels a step runs, in which format, on matrix units or not, and their shares; printed it is a table.

@@ -402,6 +402,17 @@ def test_a_region_may_be_named_by_its_glob():
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------------
+def test_a_region_that_nothing_is_in_is_told_of():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    amp = fxamp.Amp(ladder=("bf16", "fp32"), regions={"last": "1", "early": "layer.[0-3]"}, lower="aot_eager")
+    assert amp.report().notes == ()
+    torch.compile(Fn(lambda self, x: self.model(x), model=model), backend=amp)(torch.randn(2, 4))
+    told = r"no operation so far is in: last \(1\), early \(layer.\[0-3\]\). There are the modules model.0, model.1"
+    with pytest.warns(fxamp.FxampWarning, match=told):
+        notes = amp.report().notes
+    assert amp.report().notes == notes
+
+
 def test_what_is_not_on_the_ladder_is_an_error():
     amp = regional()
     with pytest.raises(errors.UnknownOption, match=r"'fp16' is not on the ladder \('bf16', 'fp32'\). .* in ladder="):
