@@ -236,7 +236,7 @@ class Amp:
         return Report(
             options=str(self.options),
             graphs=self.graphs,
-            notes=tuple(self._notes),
+            notes=(*self._notes, *self._hints()),
             rules=rules,
             scaling=() if self._scaler is None else self._scaler.read_summary(),
             weights=self._weights.summary(),
@@ -244,6 +244,12 @@ class Amp:
             steps=tuple(str(step.summary()) for step in self._steps),
             scheduling=tuple((str(c.step), _text_of(c.precision), c.reason) for c in self.history.changes),
         )
+
+    def _hints(self) -> tuple[str, ...]:
+        """Notes that are true as long as nobody does what they say."""
+        if self.options.scheduler is None or not self._graphs or self._observer.num_observed:
+            return ()
+        return ("the scheduler has heard of no loss yet: call amp.observe(loss) once a step",)
 
     def _empty_regions(self, variants: Sequence[VariantRecord]) -> str:
         """What to say of regions whose glob matches no module of any graph; "" if each has one."""

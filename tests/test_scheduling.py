@@ -234,3 +234,13 @@ def test_a_state_with_a_scheduler_needs_one(whole: Run):
         "ERROR[InvalidOption]: the state is of a run with a scheduler, and Amp(precision='fp16') has none. Give "
         'scheduler=..., or leave "scheduler" out of the state'
     )
+
+
+def test_a_scheduler_that_hears_of_no_loss_is_told_of():
+    model = nn.Linear(4, 4)
+    amp = fxamp.Amp(precision="bf16", scheduler=fxamp.CurvatureScheduler(), lower="aot_eager")
+    assert amp.report().notes == ()
+    torch.compile(model, backend=amp)(torch.randn(2, 4)).sum().backward()
+    assert amp.report().notes == ("the scheduler has heard of no loss yet: call amp.observe(loss) once a step",)
+    amp.observe(1.0)
+    assert amp.report().notes == ()

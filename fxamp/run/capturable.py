@@ -38,6 +38,11 @@ def check(optimizer: Optimizer) -> None:
     says_so = all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     if (says_so or not on_cuda) and (isinstance(optimizer, known) or _declares(optimizer)):
         return
+    if isinstance(optimizer, optim.LBFGS):
+        raise errors.CannotCapture(
+            "LBFGS evaluates the loss many times within one step, which a recording of one step cannot do",
+            way_out="Use another optimizer, or LBFGS in a plain loop in bf16: steps of it cannot be left out either",
+        )
     raise errors.CannotCapture(
         f"the step of {type(optimizer).__name__}{'' if isinstance(optimizer, known) else ', as it is,'} cannot be part of a "
         "CUDA graph: it keeps its count of steps, or its learning rate, on the host",

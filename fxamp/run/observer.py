@@ -71,6 +71,11 @@ class Observer:
         """What was decided last; it comes into effect between two steps."""
         self._decide()
 
+    @property
+    def num_observed(self) -> int:
+        """Losses so far."""
+        return self._step
+
     @torch.no_grad()
     def observe(self, loss: Tensor | float, measured: Tensor | float | None = None) -> None:
         """See `Amp.observe`."""

@@ -186,7 +186,7 @@ def test_retry_computes_an_overflowed_step_in_the_next_precision():
 
 
 # ---- what it refuses --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [optim.Adagrad, optim.Adafactor, optim.LBFGS, optim.SparseAdam])
+@pytest.mark.parametrize("make", [optim.Adagrad, optim.Adafactor, optim.SparseAdam])
 def test_an_optimizer_that_cannot_be_captured_is_refused(make: Callable[..., optim.Optimizer]):
     model, _, amp = made(CPU, precision="bf16")
     with pytest.raises(errors.CannotCapture, match=f"the step of {make.__name__}.*Adam, AdamW or SGD with fused=True"):
@@ -229,6 +229,8 @@ def test_what_makes_no_sense_is_refused():
         amp.train_step(model, nn.MSELoss, optimizer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(errors.InvalidOption, match="clip_grad_norm=True"):
         amp.train_step(model, nn.MSELoss(), optimizer, clip_grad_norm=True)
+    with pytest.raises(errors.CannotCapture, match="LBFGS evaluates the loss many times within one step, which a recording"):
+        amp.train_step(model, nn.MSELoss(), optim.LBFGS(model.parameters()))
     for made_of, told in ((lambda *_: (x.sum(), x), "a tuple"), (lambda *_: {"loss": x.sum()}, "a dict")):
         with pytest.raises(errors.InvalidOption, match=f"the loss of the training step is {told}, not a tensor"):
             amp.train_step(model, made_of, optimizer, accumulate=2)(x, y)  # pyright: ignore[reportArgumentType]
