@@ -33,7 +33,10 @@ _NAMES: Final = """
 """Some only ask for a sign; it is no loss to ask the true value."""
 _NOT_LINEAR: Final = frozenset(getattr(torch.ops.aten, name) for name in _NAMES.split() if hasattr(torch.ops.aten, name))
 
-_FAMILIES: Final = ("special_", "linalg_", "_linalg_", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
+_FAMILIES: Final = (
+    "special_", "linalg_", "_linalg_", "_scaled_dot_product", "_flash_attention", "_efficient_attention",
+    "_foreach_", "_ctc_loss", "_weight_norm_interface",
+)
 """How names of others begin."""
 
 _FMA: Final = "fma"

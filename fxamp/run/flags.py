@@ -263,6 +263,7 @@ class Flags:
         comes from the host, and cannot be recorded, so this is called before a step is recorded, and before each replay."""
         return *self.stores, self._mask(owners), *((self._mask(others),) if others else ())
 
+    @torch.inference_mode(False)  # steps write what is made here anew
     def _mask(self, owners: Iterable[int]) -> Tensor:
         wanted = frozenset(owners)
         if self._is_stale and not recorder.is_recording():

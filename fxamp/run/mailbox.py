@@ -55,7 +55,7 @@ class Mailbox:
         if sent is None or event is None or (sent.shape, sent.dtype) != (values.shape, values.dtype):
             sent, event = torch.empty(values.shape, dtype=values.dtype, pin_memory=True), torch.cuda.Event()
         sent.copy_(values, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(values.device))  # an event stays with the device of its first record
         return sent, event
 
 

@@ -19,7 +19,11 @@ MAX_SHOWN: Final = 3
 def read_outside(loss: Tensor) -> list[nn.Parameter]:
     """The parameters that something else than a compiled graph reads on the way to `loss`. Asks autograd's graph, before the
     backward."""
-    found = {id(leaf): leaf for node, leaf in _reads(loss) if not node.name().startswith(_COMPILED)}
+    found = {
+        id(leaf): leaf
+        for node, leaf in _reads(loss)
+        if isinstance(leaf, nn.Parameter) and not node.name().startswith(_COMPILED)
+    }
     return list(found.values())
 
 
@@ -27,7 +31,8 @@ def read_outside(loss: Tensor) -> list[nn.Parameter]:
 def kept_gradients(loss: Tensor, but: Collection[int]) -> Generator[None]:
     """A backward of `loss` inside leaves no gradient with parameters that it reads, and touches none that they have; `but`:
     those that it is for, by id."""
-    others = {id(leaf): leaf for _, leaf in _reads(loss) if id(leaf) not in but}
+    # Low copies of weights, and probes, hand their gradients on by hooks.
+    others = {id(x): x for _, x in _reads(loss) if id(x) not in but and (_is_parameter(x) or not _hands_on(x))}
     before = [(leaf, leaf.grad) for leaf in others.values()]
     try:
         for leaf, _ in before:
@@ -38,15 +43,23 @@ def kept_gradients(loss: Tensor, but: Collection[int]) -> Generator[None]:
             leaf.grad = gradient
 
 
-def _reads(loss: Tensor) -> Iterator[tuple[Node, nn.Parameter]]:
-    """Every parameter on the way to `loss`, with each node of autograd's graph that reads it."""
+def _is_parameter(leaf: Tensor) -> bool:
+    return isinstance(leaf, nn.Parameter)
+
+
+def _hands_on(leaf: Tensor) -> bool:
+    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def _reads(loss: Tensor) -> Iterator[tuple[Node, Tensor]]:
+    """Every leaf on the way to `loss`, with each node of autograd's graph that reads it."""
     queue: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
     seen = set(queue)
     while queue:
         node = queue.pop()
         for source in {source for source, _ in node.next_functions if source is not None}:
             leaf = getattr(source, "variable", None)
-            if isinstance(leaf, nn.Parameter):
+            if isinstance(leaf, Tensor):
                 yield node, leaf
             if source not in seen:
                 seen.add(source)

@@ -13,7 +13,7 @@ from types import CellType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from fxamp.run import capturable, skipping, writes
@@ -112,12 +112,11 @@ class Surroundings:
 
     def hooks(self) -> Hashable:
         optimizer = self.optimizer
-        of_weights = map(HOOKS_OF_WEIGHTS, skipping.parameters(optimizer))
-        return (
-            *optimizer._optimizer_step_pre_hooks,
-            *optimizer._optimizer_step_post_hooks,
-            *(len(hooks) for hooks in itertools.chain.from_iterable(filter(any, of_weights)) if hooks),
-        )
+        of_steps = *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
+        of_weights = list(map(HOOKS_OF_WEIGHTS, skipping.parameters(optimizer)))
+        if not any(map(any, of_weights)):
+            return of_steps
+        return *of_steps, *(tuple(map(tuple, filter(None, hooks))) for hooks in of_weights)
 
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
@@ -155,12 +154,16 @@ class Glance:
         self._at = at
         self._groups = list(optimizer.param_groups)
         self._num_keys = list(map(len, self._groups))
-        numbers = [*at.attributes, *(place for group in self._groups for place in capturable.held_fast(group))]
-        fixed = [place for place in numbers if _is_fixed(_get(place))]
+        of_groups = [place for group in self._groups for place in capturable.held_fast(group)]
+        fixed = [place for place in (*at.attributes, *of_groups) if _is_fixed(_get(place))]
+        self._hyperparameters: Hashable = None
+        """None where all of them are fixed."""
+        if not all(_is_fixed(_get(place)) for place in of_groups):
+            self._hyperparameters = capturable.hyperparameters(optimizer)
         self._spaces, self._names = [space for space, _ in fixed], [name for _, name in fixed]
         self._fixed = list(map(_get, fixed))
         """What cannot be another as long as it is the same object."""
-        mutable = [functools.partial(_get, place) for place in numbers if not _is_fixed(_get(place))]
+        mutable = [functools.partial(_get, place) for place in at.attributes if not _is_fixed(_get(place))]
         self._places = [*mutable, *at.numbers, *at.places]
         found = self._look_up()
         self._found, self._by_value = found, list(map(_frozen, found))
@@ -185,6 +188,7 @@ class Glance:
         return (
             _are_same(self._groups, groups)
             and self._num_keys == list(map(len, groups))
+            and (self._hyperparameters is None or self._hyperparameters == capturable.hyperparameters(at.optimizer))
             and _are_same(self._fixed, map(dict.get, self._spaces, self._names))
             and _are_same(self._found, found)
             and self._by_value == list(map(_frozen, found))
@@ -216,6 +220,18 @@ def guard_of(function: Callable[..., Any], variables: Mapping[str, Any]) -> Call
         if check(variables):  # the first one is the one that runs
             return lambda: check(variables)
     return lambda: True
+
+
+def num_programs(function: Callable[..., Any]) -> int:
+    """How many Dynamo has compiled of a function."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(function.__code__))
+
+
+def is_a_float(placeholder: fx.Node) -> bool:
+    """Is this input of a graph of Dynamo's a float of Python's, which Dynamo hands over as a tensor?"""
+    return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")

@@ -15,7 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from fxamp.run.batch import Batch
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.recorder import Graph, Recorder
-from fxamp.run.surroundings import Glance, Surroundings, World, guard_of
+from fxamp.run.surroundings import Glance, Surroundings, World, guard_of, is_a_float, num_programs
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 MAX_SHAPES: Final = 8
 """Shapes of batches that are recorded. Each holds static inputs, and a graph for each precision."""
+
+MAX_CONSTANT: Final = 3
+"""Programs of a step that have Python's floats as constants: Dynamo compiles a function 8 times at most."""
 
 MAX_WORLDS: Final = 8
 """How often everything is recorded anew, because tensors moved or a hyperparameter changed, before nothing is any more."""
@@ -107,6 +110,15 @@ class _Recording:
     """Those that its update writes; () where it writes all of them anew at its beginning."""
 
 
+class _Call(NamedTuple):
+    """Of a graph."""
+
+    program: Callable[..., Any]
+    args: tuple[Any, ...]
+    takes_floats: bool
+    """Python's, which Dynamo has made inputs."""
+
+
 class _CannotRecord(RuntimeError):
     """A recording would not be the step for long."""
 
@@ -172,8 +184,8 @@ class TrainStep:
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
         self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
-        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
-        """Of graphs, with what they were called with; None: nobody asks."""
+        self._calls: list[_Call] | None = None
+        """Of graphs; None: nobody asks."""
         self._objective = task.objective()
         self._loss = torch.compile(self._objective, backend=self._noting(functools.partial(backend, self._leaves)))
         self._update: FusedUpdate | None = None
@@ -208,7 +220,7 @@ class TrainStep:
 
     def _own_ids(self) -> frozenset[int]:
         """Of the parameters whose gradients a step computes, and drops."""
-        own = (p for m in self._surroundings.modules for p in m._parameters.values() if p is not None)
+        own = (p for m in self._task.model.modules() for p in m._parameters.values() if p is not None)
         return frozenset(map(id, own)) | skipping.ids(self._task.optimizer)
 
     # ---- what people call -----------------------------------------------------------------------------------------------
@@ -283,6 +295,7 @@ class TrainStep:
         if shape is None:
             if len(self._shapes) == MAX_SHAPES:
                 return self._plain(batch, f"more than {MAX_SHAPES} shapes of batches")
+            batch.parts(batch.tensors, self._task.accumulate)  # what is refused has no place here
             shape = self._shapes[key] = _Shape(inputs=[_static(x, self._device) for x in batch.tensors])
         place = self._place()
         if place not in shape.recordings:
@@ -338,7 +351,8 @@ class TrainStep:
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
         for i, (args, kwargs) in enumerate(batch.parts(tensors, task.accumulate), 1):
             with reduction.put_off(self._surroundings.modules if i < task.accumulate else ()):
-                loss = self._loss(*args, **kwargs)
+                with self._specializing():
+                    loss = self._loss(*args, **kwargs)
                 _check_loss(loss)
                 self._look_outside(loss)
                 # DDP and FSDP wait for gradients of their own, and take them away.
@@ -435,7 +449,7 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)
         self._leaves.drop_gradients()
-        for module in self._surroundings.modules:
+        for module in self._task.model.modules():
             for p in module._parameters.values():
                 if p is not None:
                     p.grad = None
@@ -484,6 +498,12 @@ class TrainStep:
         if self._num_worlds == MAX_WORLDS:
             self._give_up(f"it was to be recorded anew {MAX_WORLDS} times, at last for other {what}")
 
+    def _specializing(self) -> contextlib.AbstractContextManager[Any]:
+        """What is compiled inside has Python's floats as constants, where it may be recorded. By itself Dynamo makes one that
+        has changed before an input, whose guard takes any value; such a program cannot be recorded."""
+        is_constant = not self._why_plain and num_programs(self._objective) < MAX_CONSTANT
+        return torch._dynamo.config.patch(specialize_float=True) if is_constant else contextlib.nullcontext()
+
     def _variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What the objective finds by name, when it is called with these."""
         free = inspect.getclosurevars(self._objective).nonlocals
@@ -497,11 +517,12 @@ class TrainStep:
         """A backend whose programs can be asked what they are called with."""
 
         def compile_noting(gm: Any, examples: Any) -> Callable[..., Any]:
+            takes_floats = any(is_a_float(node) for node in gm.graph.find_nodes(op="placeholder"))
             program = backend(gm, examples)
 
             def call(*args: Any) -> Any:
                 if self._calls is not None:
-                    self._calls.append((program, args))
+                    self._calls.append(_Call(program, args, takes_floats))
                 return program(*args)
 
             return call
@@ -553,9 +574,13 @@ class TrainStep:
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
-                with self._listening() as calls:
+                with self._listening() as calls, self._specializing():
                     warming.step(self._loss, args, kwargs)
-                seen.append({id(x): x for _, given in calls for x in given if isinstance(x, Tensor)})
+                seen.append({id(x): x for call in calls for x in call.args if isinstance(x, Tensor)})
+                if any(call.takes_floats for call in calls):
+                    raise _CannotRecord(
+                        "it reads a float of Python's that has changed several times: give it with the batch, as a tensor"
+                    )
             if self._update is not None:
                 self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
         own = {id(x) for x in shape.inputs}
@@ -585,7 +610,7 @@ class TrainStep:
         return strangers
 
     @contextlib.contextmanager
-    def _listening(self) -> Generator[list[tuple[Callable[..., Any], tuple[Any, ...]]]]:
+    def _listening(self) -> Generator[list[_Call]]:
         """Hands out the calls of graphs inside."""
         self._calls = []
         try:
@@ -626,7 +651,7 @@ class TrainStep:
             graph=graph,
             loss=loss,
             room=room,
-            held=(*settled, *read, *(program for program, _ in calls)),
+            held=(*settled, *read, *(call.program for call in calls)),
             is_what_would_run=guard_of(self._objective, self._variables(*batch.parts(shape.inputs, self._task.accumulate)[0])),
             switches=GlobalStateGuard(),
             leaves=leaves,
@@ -652,6 +677,7 @@ class TrainStep:
 
     def _give_up(self, why: str) -> None:
         self._shapes.clear()
+        self._glance = None
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fxamp.joint import linearity
 from fxamp.joint.scale import TRUE, Factors, Gradients
 
 SCALE = 2.0**8
@@ -104,3 +105,14 @@ def test_operations_on_a_gradient_see_the_true_one_where_it_matters(decomposed: 
         and not any(name in f"{info.name} {info.variant_test_name}" for name in (*RANDOM, *OTHERS))
     ]
     assert [f"{info.name} {info.variant_test_name}" for info in infos[::step] if wrong(info, table)] == []
+
+
+def test_lists_and_composites_are_not_taken_for_linear():
+    """Operations that the database does not hold."""
+    graph = fx.Graph()
+    gradient = graph.placeholder("g")
+    for target in (
+        torch.ops.aten._foreach_clamp_max.Scalar, torch.ops.aten._foreach_sqrt.default, torch.ops.aten._foreach_add.Scalar,
+    ):  # fmt: skip
+        node = graph.call_function(target, ([gradient], 0.5) if target._schema.arguments[1:] else ([gradient],))
+        assert linearity.is_not_linear(node, {gradient}), target

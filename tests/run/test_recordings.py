@@ -133,6 +133,7 @@ CHANGES: dict[str, Callable[[Bench], object]] = {
     "a number of the loss is another": lambda b: setattr(b, "factor", 0.5),
     "a number of the user's is another": lambda b: setattr(b.settings, "share", 0.5),
     "a number of an object that a module keeps is another": lambda b: setattr(b.model.config, "share", 0.5),
+    "it is another number once more": lambda b: setattr(b.model.config, "share", 0.25),
     "a number deep in the user's is another": lambda b: b.settings.nested.update(reduction="sum"),
     "a tensor of a module is another": lambda b: setattr(b.model, "plain", torch.full((8,), 0.5)),
     "a tensor of the loss is another": lambda b: setattr(b, "weight", torch.full((4,), 0.5)),
@@ -158,6 +159,7 @@ SOME = (
     "a number of a module is another",
     "a number of the user's is another",
     "a number of an object that a module keeps is another",
+    "it is another number once more",
     "a tensor of the loss is another",
     "there are gradients already",
     "gradients wait for another optimizer",
@@ -166,10 +168,12 @@ SOME = (
 )
 
 
+@torch._dynamo.config.patch(recompile_limit=64)
 @pytest.mark.parametrize("chosen", [SOME, pytest.param(tuple(CHANGES), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_what_changes_under_a_recording_is_seen(chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     """One after the other, in a training that is recorded, and in one that is not."""
     monkeypatch.setattr(train_step, "MAX_WORLDS", 1 + len(CHANGES))
+    monkeypatch.setattr(train_step, "MAX_CONSTANT", 1 + len(CHANGES))
     recorded, plain = Bench(), Bench()
     steps = [b.amp.train_step(b.model, b.loss, b.optimizer) for b in (recorded, plain)]
     taped(steps[0], monkeypatch)
@@ -238,6 +242,80 @@ def beside_a_loop(patch: pytest.MonkeyPatch | None) -> list[Tensor]:
 def test_a_step_beside_a_loop(monkeypatch: pytest.MonkeyPatch):
     """The scale moves in each replay, whoever was waiting when it was recorded."""
     assert same(beside_a_loop(monkeypatch), beside_a_loop(None))
+
+
+@pytest.mark.parametrize("every", [1, 3, 5])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_number_that_changes_again_and_again_is_followed(is_recorded: bool, every: int, monkeypatch: pytest.MonkeyPatch):
+    """Dynamo would make it an input of the program, whose guard takes any value. Recorded anew a few times, and no more."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, settings = nn.Linear(8, 4), Settings()
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.0, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = amp.train_step(model, lambda out, y: F.mse_loss(out, y) * settings.share, optimizer)
+    if is_recorded:
+        taped(step, monkeypatch)
+    x, y = next(batches(CPU, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxamp.FxampWarning)
+        whole = step(x, y)
+        for i in range(1, 30):
+            settings.share = 0.125 * (i // every)
+            assert torch.allclose(step(x, y), whole * settings.share), i
+    if is_recorded:
+        assert 1 <= step.summary().num_recordings <= train_step.MAX_CONSTANT
+        assert "it reads a float of Python's that has changed several times" in " ".join(amp.report().notes)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_leaves_that_are_no_parameters_get_no_gradients(is_recorded: bool, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    model, share = nn.Linear(8, 4), torch.ones((), requires_grad=True)
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = amp.train_step(model, lambda out, y: F.mse_loss(out, y) * share, optimizer)
+    if is_recorded:
+        taped(step, monkeypatch)
+    for i, (x, y) in enumerate(batches(CPU, 6)):
+        share.grad = waiting = torch.ones(()) if i % 2 else None
+        step(x, y)
+        assert share.grad is waiting
+
+
+@pytest.mark.parametrize("how", ["moves", "is another"])
+def test_hooks_of_weights_are_told_apart(how: str, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    told = list[str]()
+    handle = model[0].weight.register_hook(lambda g: told.append("first"))
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = taped(amp.train_step(model, F.mse_loss, optimizer), monkeypatch)
+    for x, y in batches(CPU, 5):
+        step(x, y)
+    handle.remove()
+    told.clear()
+    weight = model[1].weight if how == "moves" else model[0].weight
+    weight.register_hook(lambda g: told.append("second"))
+    if how == "moves":
+        with pytest.raises(errors.InvalidOption, match="a hook was registered on a weight"):
+            step(x, y)
+    else:
+        step(x, y)
+        assert told == ["second"]
+
+
+def test_gradients_may_be_dropped_in_inference_mode():
+    torch._dynamo.reset()
+    model = nn.Linear(8, 4)
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.1), fxamp.Amp(precision="fp16", lower="aot_eager")
+    amp.attach(optimizer)
+    run = torch.compile(model, backend=amp)
+    for others in range(3):
+        run(torch.ones(2, 8)).sum().backward()
+        with torch.inference_mode():
+            optimizer.zero_grad()
+        torch.compile(nn.Linear(8, 2 + others), backend=amp)(torch.ones(2, 8)).sum().backward()  # slots change hands
+        run(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
