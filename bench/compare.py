@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -290,13 +290,22 @@ class Defeat:
 def defeats(results: Results) -> list[Defeat]:
     """Every row of fxamp that loses to its best comparable peer, worst first."""
     found: list[Defeat] = []
+    for m, peer in _beside(results, best_peer):
+        against = ratio(m, peer)
+        if against is not None and against.median > LOSS_RATIO:
+            found.append(Defeat(results=results, fxamp=m, peer=peer, ratio=against))
+    return sorted(found, key=lambda d: -d.ratio.median)
+
+
+def _beside(
+    results: Results, find: Callable[[Measurement, Mapping[str, Measurement]], Measurement | None]
+) -> Iterator[tuple[Measurement, Measurement]]:
+    """Every row of fxamp that has a peer, as `find` finds them on its workload, with it."""
     for on_workload in results.measurements.values():
         for m in on_workload.values():
-            peer = best_peer(m, on_workload) if m.family == "fxamp" else None
-            against = ratio(m, peer) if peer is not None else None
-            if peer is not None and against is not None and against.median > LOSS_RATIO:
-                found.append(Defeat(results=results, fxamp=m, peer=peer, ratio=against))
-    return sorted(found, key=lambda d: -d.ratio.median)
+            peer = find(m, on_workload) if m.family == "fxamp" else None
+            if peer is not None:
+                yield m, peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,10 +320,8 @@ class MemoryDefeat:
 def memory_defeats(results: Results) -> list[MemoryDefeat]:
     """Every row of fxamp that reserves more than its peer does, worst first."""
     found: list[MemoryDefeat] = []
-    for on_workload in results.measurements.values():
-        for m in on_workload.values():
-            peer = memory_peer(m, on_workload) if m.family == "fxamp" else None
-            against = memory_ratio(m, peer)
-            if peer is not None and against is not None and against > LOSS_RATIO:
-                found.append(MemoryDefeat(fxamp=m, peer=peer, ratio=against))
+    for m, peer in _beside(results, memory_peer):
+        against = memory_ratio(m, peer)
+        if against is not None and against > LOSS_RATIO:
+            found.append(MemoryDefeat(fxamp=m, peer=peer, ratio=against))
     return sorted(found, key=lambda d: -d.ratio)

@@ -150,7 +150,9 @@ class Attachment:
 
     def round_of(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """See `Scaler.round_of`."""
-        unfinished = [scaler for scaler in self._live() if scaler.is_amid_a_round(optimizer)]
+        for scaler in self._live():
+            scaler.leave_looking_to_step(optimizer)
+        unfinished = [scaler for scaler in self._live() if scaler.is_amid_a_round]
         return self._alone(optimizer, unfinished) if unfinished else contextlib.nullcontext()
 
     @contextlib.contextmanager

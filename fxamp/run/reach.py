@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ def read_outside(loss: Tensor) -> list[nn.Parameter]:
     backward."""
     found = {
         id(leaf): leaf
-        for node, leaf in _reads(loss)
+        for node, leaf in reads([loss])
         if isinstance(leaf, nn.Parameter) and not node.name().startswith(_COMPILED)
     }
     return list(found.values())
@@ -29,10 +29,14 @@ def read_outside(loss: Tensor) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def kept_gradients(loss: Tensor, but: Collection[int]) -> Generator[None]:
-    """A backward of `loss` inside leaves no gradient with parameters that it reads, and touches none that they have; `but`:
-    those that it is for, by id."""
+    """A backward of `loss` inside leaves no gradient with leaves that it reads, and touches none that they have; `but`: those
+    that it is for, by id."""
     # Low copies of weights, and probes, hand their gradients on by hooks.
-    others = {id(x): x for _, x in _reads(loss) if id(x) not in but and (_is_parameter(x) or not _hands_on(x))}
+    others = {
+        id(leaf): leaf
+        for _, leaf in reads([loss])
+        if id(leaf) not in but and (isinstance(leaf, nn.Parameter) or not getattr(leaf, "_post_accumulate_grad_hooks", None))
+    }
     before = [(leaf, leaf.grad) for leaf in others.values()]
     try:
         for leaf, _ in before:
@@ -43,17 +47,10 @@ def kept_gradients(loss: Tensor, but: Collection[int]) -> Generator[None]:
             leaf.grad = gradient
 
 
-def _is_parameter(leaf: Tensor) -> bool:
-    return isinstance(leaf, nn.Parameter)
-
-
-def _hands_on(leaf: Tensor) -> bool:
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
-
-
-def _reads(loss: Tensor) -> Iterator[tuple[Node, Tensor]]:
-    """Every leaf on the way to `loss`, with each node of autograd's graph that reads it."""
-    queue: list[Node] = [] if loss.grad_fn is None else [loss.grad_fn]
+def reads(outputs: Iterable[Tensor]) -> Iterator[tuple[Node, Tensor]]:
+    """Every leaf on the way to `outputs`, which a backward would accumulate into, with each node of autograd's graph that
+    reads it."""
+    queue: list[Node] = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen = set(queue)
     while queue:
         node = queue.pop()

@@ -288,10 +288,13 @@ class Scaler:
         self._attached[optimizer].after_replay()
         self.ask_for_floor()
 
-    def is_amid_a_round(self, optimizer: Optimizer) -> bool:
-        """Have gradients arrived, or been looked at, since the scale last moved? A train step of this optimizer
-        asks: it tells of parameters that no graph reads itself."""
+    def leave_looking_to_step(self, optimizer: Optimizer) -> None:
+        """A train step of an optimizer tells itself of parameters that no graph reads."""
         self._looked_at.add(optimizer)
+
+    @property
+    def is_amid_a_round(self) -> bool:
+        """Have gradients arrived, or been looked at, since the scale last moved?"""
         return self._overflowed is not None or any(flags.arrivals for flags in self._flags.values())
 
     @torch.no_grad()

@@ -8,12 +8,12 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import CellType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxamp.run import capturable, skipping, writes
@@ -204,34 +204,6 @@ class Glance:
 
     def _look_up(self) -> list[Any]:
         return [place() for place in self._places]
-
-
-def guard_of(function: Callable[..., Any], variables: Mapping[str, Any]) -> Callable[[], bool]:
-    """Would Dynamo still run the program of a compiled function that it runs now? It knows what its program was specialized
-    on: numbers in objects of the user's too, which no module and no closure holds.
-
-    Args: function: as it was given to `torch.compile`; variables: its arguments and free variables, by name, which are held.
-    What lies behind a graph break is not seen, for it has frames of its own.
-    """
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    for entry in _debug_get_cache_entry_list(function.__code__):
-        check: Callable[[Mapping[str, Any]], bool] = entry.guard_manager.check
-        if check(variables):  # the first one is the one that runs
-            return lambda: check(variables)
-    return lambda: True
-
-
-def num_programs(function: Callable[..., Any]) -> int:
-    """How many Dynamo has compiled of a function."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return len(_debug_get_cache_entry_list(function.__code__))
-
-
-def is_a_float(placeholder: fx.Node) -> bool:
-    """Is this input of a graph of Dynamo's a float of Python's, which Dynamo hands over as a tensor?"""
-    return bool(getattr(placeholder.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")

@@ -27,8 +27,9 @@ from fxamp.run import capturable, ranks, reach, reduction, skipping, stepping, u
 from fxamp.run.batch import Batch
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
+from fxamp.run.programs import guard_of, is_a_float, num_programs
 from fxamp.run.recorder import Graph, Recorder
-from fxamp.run.surroundings import Glance, Surroundings, World, guard_of, is_a_float, num_programs
+from fxamp.run.surroundings import Glance, Surroundings, World
 from fxamp.run.update import FusedUpdate, Gradient
 from fxamp.run.variants import Precisions
 
@@ -210,7 +211,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
-        self._has_told_of_breaks = self._has_seen_a_gradient = False
+        self._has_told_of_breaks = self._has_looked_for_gradients = False
         self._is_closed = False
 
     @property
@@ -220,8 +221,7 @@ class TrainStep:
 
     def _own_ids(self) -> frozenset[int]:
         """Of the parameters whose gradients a step computes, and drops."""
-        own = (p for m in self._task.model.modules() for p in m._parameters.values() if p is not None)
-        return frozenset(map(id, own)) | skipping.ids(self._task.optimizer)
+        return frozenset(map(id, self._task.model.parameters())) | skipping.ids(self._task.optimizer)
 
     # ---- what people call -----------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -363,7 +363,7 @@ class TrainStep:
             if task.accumulate > 1:
                 self._leaves.widen_gradients(inverse)
         assert total is not None
-        if not self._has_seen_a_gradient:
+        if not self._has_looked_for_gradients:
             self._look_for_gradients()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
@@ -434,7 +434,7 @@ class TrainStep:
                 f"train_step: none of the {len(self._parameters)} parameters of the {type(self._task.optimizer).__name__} got "
                 "a gradient: nothing is trained. Is it the optimizer of this model?"
             )
-        self._has_seen_a_gradient = True
+        self._has_looked_for_gradients = True
 
     def _tell_of_breaks(self, num_calls: int) -> None:
         """Of graphs, in a step. Dynamo's guards, which see whatever its programs were compiled for, are asked of the first."""
@@ -449,10 +449,8 @@ class TrainStep:
     def _drop_gradients(self) -> None:
         self._task.optimizer.zero_grad(set_to_none=True)
         self._leaves.drop_gradients()
-        for module in self._task.model.modules():
-            for p in module._parameters.values():
-                if p is not None:
-                    p.grad = None
+        for p in self._task.model.parameters():
+            p.grad = None
 
     def _retry(self, batch: Batch, loss: Tensor, num_skipped: int) -> Tensor:
         """A step that was left out, again, in ever higher precision. Returns the loss of the last attempt. A step is left out

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
+from fxamp.run import reach
 from fxamp.run.variants import Precisions
 
 NUM_RUNS: Final = 3
@@ -38,23 +38,9 @@ def warm(precisions: Precisions, model: nn.Module, args: tuple[Any, ...], kwargs
 def step(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Forward and backward. The backward is asked for gradients by value: nothing is accumulated, no flag arrives."""
     outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-    leaves = _leaves(outputs)
+    leaves = list({id(leaf): leaf for _, leaf in reach.reads(outputs)}.values())
     if leaves:
         torch.autograd.grad(outputs, leaves, [torch.zeros_like(x) for x in outputs], allow_unused=True)
-
-
-def _leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """What a backward from here would accumulate into."""
-    queue: list[Node] = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen, leaves = set(queue), list[Tensor]()
-    while queue:
-        node = queue.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
-        new = {source for source, _ in node.next_functions if source is not None} - seen
-        seen |= new
-        queue += new
-    return leaves
 
 
 @contextlib.contextmanager
