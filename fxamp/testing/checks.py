@@ -110,7 +110,7 @@ class _RoundedRun:
 
     def __init__(self, run: Run, mode: Rounded) -> None:
         self.run, self.low, self.num_rounded = run, mode.low, mode.num_rounded
-        self.largest, self.largest_gradient = mode.largest, mode.largest_gradient
+        self.ulp, self.gradient_ulp = mode.ulp, mode.gradient_ulp
 
 
 class _Limit:
@@ -124,15 +124,15 @@ class _Limit:
     def of_value(self, rounded: torch.Tensor, want: torch.Tensor) -> float:
         if self.is_exact:
             return 0.0
-        return self._around(rounded, want, self.rounded.largest)
+        return self._around(rounded, want, self.rounded.ulp)
 
     def of_gradient(self, rounded: torch.Tensor, want: torch.Tensor) -> float:
         if self.rounded.low == torch.float32 and self.is_exact:
             return 0.0
-        return self._around(rounded, want, self.rounded.largest_gradient)
+        return self._around(rounded, want, self.rounded.gradient_ulp)
 
-    def _around(self, rounded: torch.Tensor, want: torch.Tensor, largest: float) -> float:
-        ulp = torch.finfo(self.rounded.low).eps * max(largest, 1.0)
+    @staticmethod
+    def _around(rounded: torch.Tensor, want: torch.Tensor, ulp: float) -> float:
         return SLACK * difference(rounded, want) + SLACK_ULPS * ulp
 
 
@@ -142,6 +142,9 @@ def _run_rounded(program: Program, low: torch.dtype) -> _RoundedRun:
     with Rounded(low, made.values()) as mode:
         outputs = tuple(program.function()(*made.values()))
     found = Run(outputs=outputs, arguments=made, gradients=gradients(outputs, made))
+    for gradient in found.gradients.values():
+        if gradient is not None:
+            mode.note_gradient(gradient)
     return _RoundedRun(found, mode)
 
 

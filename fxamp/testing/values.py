@@ -64,8 +64,9 @@ class Rounded(TorchFunctionMode):
         super().__init__()
         self.low = low
         self.num_rounded = 0
-        self.largest = self.largest_gradient = 0.0
-        """The largest magnitude among all values, and among their gradients."""
+        self.ulp = self.gradient_ulp = torch.finfo(low).eps
+        """A unit in the last place of the largest value, and of the largest gradient, whatever format it has: regions and casts
+        of the user's make low values too, which round where fxamp does nothing."""
         for tensor in arguments:
             self._round(tensor)
 
@@ -78,22 +79,35 @@ class Rounded(TorchFunctionMode):
         return result
 
     def _round(self, tensor: torch.Tensor) -> None:
-        if tensor.dtype != torch.float32 or not tensor.numel():
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        self.ulp = max(self.ulp, self._ulp_of(tensor))
+        if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(self._round_gradient)
+        if tensor.dtype != torch.float32:
             return
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
-            self.largest = max(self.largest, float(tensor.abs().max()))
             rounded = self.round(tensor)
             if not torch.equal(rounded, tensor):
                 tensor.copy_(rounded)
                 self.num_rounded += 1
-        if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-            tensor.register_hook(self._round_gradient)
 
     def _round_gradient(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or not gradient.numel():  # None: one of several results, which nothing reads
             return None
-        self.largest_gradient = max(self.largest_gradient, float(gradient.abs().max()))
-        return self.round(gradient)
+        self.note_gradient(gradient)
+        return self.round(gradient) if gradient.dtype == torch.float32 else None
+
+    def note_gradient(self, gradient: torch.Tensor) -> None:
+        """Takes a gradient into account. Those of leaves are sums, which no operation of the program returns."""
+        self.gradient_ulp = max(self.gradient_ulp, self._ulp_of(gradient))
+
+    def _ulp_of(self, tensor: torch.Tensor) -> float:
+        """Of the largest element; in the lower format if it is float32, which fxamp may have rounded."""
+        if not tensor.numel():
+            return 0.0
+        dtype = self.low if tensor.dtype == torch.float32 else tensor.dtype
+        return torch.finfo(dtype).eps * float(tensor.detach().abs().max())
 
     def round(self, tensor: torch.Tensor) -> torch.Tensor:
         """The nearest values of the lower format, in the tensor's own."""

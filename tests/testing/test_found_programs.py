@@ -306,6 +306,20 @@ def test_two_low_formats_widen_each_other():
             a, b = x.chunk(2)
             return a, x @ x,
         ''',
+        # a region of the user's own, in which AOTAutograd by itself sums low gradients in another order
+        '''
+        def forward(x: "f32[4, 4] grad"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                a = x @ x
+                b = (x @ a).tanh() @ a
+            return b,
+        ''',
+        '''
+        def forward(x: "f32[4, 4] grad", w: "f32[4, 4] parameter"):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                a = checkpoint(lambda x: (x @ w).tanh() @ w, x)
+            return a,
+        ''',
     ],
 )
 def test_behind_aot_autograd(text: str):

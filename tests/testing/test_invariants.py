@@ -208,3 +208,27 @@ def test_what_rounds_may_differ_a_little_and_no_more():
         testing.check_values(program, lambda x: (x @ x * 1.1,))
     with pytest.raises(InvariantBroken, match="output 0: differs from eager"):
         testing.check_values(program, lambda x: ((x.bfloat16() @ x.bfloat16()).float(),), precision="fp32")
+
+
+REGION = Program(
+    '''
+    def forward(x: "f32[4, 4] grad"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            a = x @ x
+            b = (x @ a).tanh() @ a
+        return b,
+    '''
+)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_region_of_the_users_rounds_in_its_own_format_and_no_more(precision: str):
+    stock = torch.compile(REGION.function(), backend="aot_eager", fullgraph=True)
+    (want,), (got,) = (testing.run(REGION, fn).gradients.values() for fn in (None, stock))
+    assert want is not None
+    assert got is not None
+    ulp = torch.finfo(torch.bfloat16).eps * float(want.abs().max())
+    assert 0.0 < float((got - want).abs().max()) < ulp, "stock does not round otherwise: choose another program"
+    testing.check_values(REGION, stock, precision=precision, is_partitioned=True)
+    with pytest.raises(InvariantBroken, match="gradient of x: differs from eager"):
+        testing.check_values(REGION, lambda x: stock(x + (x - x.detach()) * 0.1), precision=precision, is_partitioned=True)
