@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from torch import fx
 
+from fxamp.handing_on import RESUMES, hands_on
+
 _CALLBACK: Final = "torch._dynamo.convert_frame"
 """The module that Python calls for a frame which is to be compiled."""
 
@@ -20,9 +22,6 @@ _ENTRY: Final = "torch._dynamo.eval_frame"
 
 _OF_A_MODULE: Final = "torch.nn.modules.module"
 """Between the two, where a module was given: its `__call__`."""
-
-_RESUMES: Final = "torch_dynamo_resume_in"
-"""How Dynamo names the rest of a function behind a graph break; the first part of the function calls it last."""
 
 
 def within_program(gm: fx.GraphModule) -> str | None:
@@ -36,14 +35,21 @@ def within_program(gm: fx.GraphModule) -> str | None:
         return "the graph was split into parts"
     if reason.graph_break:
         return "a graph break follows"
-    frame, name = caller, compiled
-    while frame is not None and name.startswith(_RESUMES):
-        frame, name = frame.f_back, frame.f_code.co_name
+    frame = _receiver(compiled, caller)
+    while frame is not None and _module_of(frame) != _ENTRY and hands_on(frame):
+        frame = _receiver(frame.f_code.co_name, frame.f_back)
     while frame is not None and _module_of(frame) == _OF_A_MODULE:
         frame = frame.f_back
     if frame is None or _module_of(frame) != _ENTRY:
         return "a function returns them to one with a graph break"
     return None
+
+
+def _receiver(name: str, caller: FrameType | None) -> FrameType | None:
+    """Whom a function of this name returns to: the rest of one returns to whoever called its first part."""
+    while caller is not None and name.startswith(RESUMES):
+        caller, name = caller.f_back, caller.f_code.co_name
+    return caller
 
 
 def _compiled_frame() -> tuple[str | None, FrameType | None]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +43,29 @@ class Around(nn.Module):
         return self.last(self.inner(x))
 
 
+class HandsOn(nn.Module):
+    """Through a decorator, as in transformers, and a function that returns what another gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Cut(1)
+
+    @staticmethod
+    def decorated(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def wrapper(self: Any, *args: Any, return_tuple: bool = False) -> Any:
+            output = fn(self, *args)
+            if return_tuple and not isinstance(output, tuple):
+                output = output.to_tuple()
+            return output
+
+        return wrapper
+
+    @decorated
+    def forward(self, x):
+        return self.inner(x)
+
+
 def low(model: nn.Module) -> tuple[torch.Tensor, fxamp.Amp]:
     amp = fxamp.Amp(precision="bf16", output_dtype="low", lower="aot_eager")
     x = torch.randn(4, 8)
@@ -63,6 +90,12 @@ def test_what_a_function_hands_to_its_caller_inside_the_program_is_as_traced():
     first, second, last = [g.variants["bf16"] for g in amp.graphs]
     assert (first.plan.outputs, second.plan.outputs, last.plan.outputs) == ((F32,), (F32,), (None,))
     assert "a function returns them to one with a graph break" in " ".join(second.notes)
+
+
+def test_what_functions_only_hand_on_leaves_the_program():
+    y, amp = low(HandsOn())
+    assert y.dtype == BF16
+    assert [g.variants["bf16"].plan.outputs for g in amp.graphs] == [(F32,), (None,)]
 
 
 def test_a_module_compiled_by_its_own_method_is_a_program():

@@ -65,8 +65,8 @@ class Rounded(TorchFunctionMode):
         self.low = low
         self.num_rounded = 0
         self.ulp = self.gradient_ulp = torch.finfo(low).eps
-        """A unit in the last place of the largest value, and of the largest gradient, whatever format it has: regions and casts
-        of the user's make low values too, which round where fxamp does nothing."""
+        """A unit in the last place of the largest value, and of the largest gradient, whatever format it has: regions and
+        casts of the user's make low values too, which round where fxamp does nothing."""
         for tensor in arguments:
             self._round(tensor)
 

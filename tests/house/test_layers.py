@@ -18,6 +18,7 @@ LEVELS = MappingProxyType(
         "formats": 0,
         "globs": 0,
         "garbage": 0,
+        "handing_on": 0,
         "optable": 1,
         "custom_function": 1,
         "tf32": 1,
