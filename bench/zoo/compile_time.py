@@ -143,7 +143,30 @@ def markdown(starts: Sequence[Start]) -> str:
         f"relative to the rest; the targets are {LARGEST_COLD:.0%} cold and {LARGEST_WARM:.0%} warm. Made by "
         "`python -m bench.zoo --compile-time --only NAME ...`."
     )
-    return "\n".join(["## Compile time", "", text, "", *head, *(_line(name, starts) for name in names), ""])
+    return "\n".join(
+        ["## Compile time", "", text, "", *summary(starts), "", *head, *(_line(name, starts) for name in names), ""]
+    )
+
+
+def summary(starts: Sequence[Start]) -> list[str]:
+    """The figures over all architectures: what fxamp adds, and how whole starts compare."""
+    by_name: dict[str, list[Start]] = {}
+    for start in starts:
+        by_name.setdefault(start.model, []).append(start)
+    lines: list[str] = []
+    for kind, is_warm, limit in (("cold", False, LARGEST_COLD), ("warm", True, LARGEST_WARM)):
+        shares = {name: added(some, is_warm=is_warm) for name, some in by_name.items()}
+        most = max(shares, key=shares.__getitem__)
+        beyond = [f"{name} ({share:.1%})" for name, share in shares.items() if share > limit]
+        totals = [median_s(s, OWN, is_warm=is_warm) / median_s(s, PEER, is_warm=is_warm) for s in by_name.values()]
+        lines.append(
+            f"- A {kind} start of {len(shares)} architectures: fxamp adds {statistics.median(shares.values()):.1%} (median), "
+            f"{shares[most]:.1%} at most ({most}); beyond {limit:.0%}: {', '.join(beyond) or 'none'}. Whole starts take "
+            f"{statistics.geometric_mean(totals):.2f} times the peer's (geometric mean)."
+        )
+    strays = [name for name, some in by_name.items() if not hits_like_peer(some)]
+    lines.append(f"- Warm starts that miss a cache which the peer's hits: {', '.join(strays) or 'none'}.")
+    return lines
 
 
 # ---- inside the process -------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.zoo import compile_time
@@ -34,6 +36,16 @@ def test_rows_of_other_models_are_kept(tmp_path):
     compile_time.write(path, [])
     assert compile_time.read(path) == starts()
     assert "| net | 10.00 | 10.50 | 0.50 | 5.0% |" in compile_time.markdown(starts())
+
+
+def test_what_is_beyond_a_limit_is_named():
+    cold, warm, caches = compile_time.summary([*starts(warm_misses=1), *(replace(s, model="slow") for s in starts())])
+    assert cold == (
+        "- A cold start of 2 architectures: fxamp adds 5.0% (median), 5.0% at most (net); beyond 5%: none. "
+        "Whole starts take 1.05 times the peer's (geometric mean)."
+    )
+    assert "50.0% at most (net); beyond 20%: net (50.0%), slow (50.0%). Whole starts take 1.50 times" in warm
+    assert caches.endswith("which the peer's hits: net.")
 
 
 def test_clock_counts_the_innermost(monkeypatch):
