@@ -30,6 +30,20 @@ def test_a_miss_where_the_peer_hits_is_told():
     assert not compile_time.hits_like_peer(starts(warm_misses=1))
 
 
+def test_where_autocast_does_not_run_a_model_the_peer_is_inductor_alone(tmp_path, monkeypatch):
+    def measured(name: str, system: str, cache: str, *, is_warm: bool) -> Start:
+        if system == compile_time.PEER:
+            raise RuntimeError("scatter(): Expected self.dtype to be equal to src.dtype")
+        return start(system, is_warm, 4.0, 1.0 if system == compile_time.OWN else 0.0)
+
+    monkeypatch.setattr(compile_time, "_start", measured)
+    path = tmp_path / "compile_time.jsonl"
+    told: list[str] = []
+    compile_time.measure_all(["net"], 2, path, told.append)
+    assert [s.system for s in compile_time.read(path)] == [*[compile_time.STOCK] * 2, *[compile_time.OWN] * 2] * 2
+    assert told == ["| net (peer: fp32) | 4.00 | 4.00 | 1.00 | 33.3% | 4.00 | 4.00 | 1.00 | 33.3% | yes |"]
+
+
 def test_rows_of_other_models_are_kept(tmp_path):
     path = tmp_path / "compile_time.jsonl"
     compile_time.write(path, starts())
