@@ -98,7 +98,7 @@ def _compile(
     early = _early_backward() if settings.compiles_backward else contextlib.nullcontext()
     with functorch_config.patch(backward_pass_autocast="off"), early:
         if settings.lower == "aot_eager":
-            return _aot_eager(gm, example_inputs, steps, settings.watch)
+            return aot_eager(gm, example_inputs, steps, settings.watch)
         return _inductor(gm, example_inputs, settings, steps, digest, coverage or Coverage())
 
 
@@ -212,10 +212,13 @@ class _Retrace:
 
 
 # ---- aot_eager ----------------------------------------------------------------------------------------------------------
-def _aot_eager(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps, watch: Watch | None
+def aot_eager(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], steps: Steps = (), watch: Watch | None = None
 ) -> Compiled:
-    """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are."""
+    """AOTAutograd, the same decompositions and the same joint passes as under Inductor, then the graphs as they are.
+
+    Without steps it is the lowering alone, a backend of Dynamo's.
+    """
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 

@@ -320,6 +320,27 @@ def test_two_low_formats_widen_each_other():
                 a = checkpoint(lambda x: (x @ w).tanh() @ w, x)
             return a,
         ''',
+        # what AOTAutograd by itself computes otherwise than eager, or refuses: writes of batch_norm that autograd misses,
+        # and a write to what a checkpoint returns and would have computed anew
+        *(
+            f'''
+            def forward(x: "f32[4, 4] grad", w: "f32[4, 4] parameter"):
+                a = F.batch_norm({read}, {written}[0].detach(), {written}[1].detach().abs(), None, None, True)
+                return a,
+            '''
+            for read, written in (("w", "x"), ("w", "w"), ("x", "x"))
+        ),
+        '''
+        def forward(x: "f32[4, 4]"):
+            a = F.batch_norm(x, x[0].detach(), x[1].detach().abs(), None, None, True)
+            return a,
+        ''',
+        '''
+        def forward(x: "f32[4, 4] grad"):
+            a = checkpoint(lambda x: (x @ x).relu(), x)
+            a.add_(1.0)
+            return a,
+        ''',
     ],
 )
 def test_behind_aot_autograd(text: str):

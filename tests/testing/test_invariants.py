@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import fx
 
-from fxamp import graph, testing
+from fxamp import errors, graph, lower, testing
 from fxamp.joint.casts import CancelCasts
 from fxamp.passes import Change
 from fxamp.policy import Policy
@@ -232,3 +233,45 @@ def test_a_region_of_the_users_rounds_in_its_own_format_and_no_more(precision: s
     testing.check_values(REGION, stock, precision=precision, is_partitioned=True)
     with pytest.raises(InvariantBroken, match="gradient of x: differs from eager"):
         testing.check_values(REGION, lambda x: stock(x + (x - x.detach()) * 0.1), precision=precision, is_partitioned=True)
+
+
+def test_where_aot_autograd_breaks_a_program_what_it_makes_of_it_counts():
+    program = Program(
+        '''
+        def forward(x: "f32[4, 4]"):
+            a = F.batch_norm(x, x[0].detach(), x[1].detach().abs(), None, None, True)
+            return a,
+        '''
+    )
+    stock = torch.compile(program.function(), backend=lower.aot_eager, fullgraph=True)
+    with pytest.raises(InvariantBroken, match="output 0: differs from eager"):
+        testing.check_values(program, stock)
+    testing.check_values(program, stock, is_partitioned=True)
+    with pytest.raises(InvariantBroken, match="output 0: differs from eager"):
+        testing.check_values(program, lambda x: (stock(x)[0] * 1.5,), is_partitioned=True)
+
+
+@pytest.mark.parametrize(("writes", "error"), [(True, None), (False, RuntimeError)])
+def test_a_run_may_fail_only_where_aot_autograd_does(writes: bool, error: type[Exception] | None):
+    program = Program(
+        f'''
+        def forward(x: "f32[4, 4] grad"):
+            a = checkpoint(lambda x: (x @ x).relu(), x)
+            {"a.add_(1.0)" if writes else "b = a + 1.0"}
+            return a,
+        '''
+    )
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("modified by an inplace operation")
+
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        testing.check_values(program, fails, is_partitioned=True)
+    with pytest.raises(RuntimeError):
+        testing.check_values(program, fails)
+
+    def is_wrong(x: torch.Tensor) -> torch.Tensor:
+        raise errors.IllegalGraph("a fault of fxamp's", way_out="")
+
+    with pytest.raises(errors.IllegalGraph):
+        testing.check_values(program, is_wrong, is_partitioned=True)
