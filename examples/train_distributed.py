@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxamp
 from fxamp.demo import Corpus, DemoConfig, GPTConfig, initial_model
+from fxamp.run.train_step import TrainStep
 
 NUM_OWN_RANKS = 2
 ON_CUDA = "RANK" in os.environ and torch.cuda.is_available()  # processes of our own are on the CPU
@@ -91,6 +92,7 @@ def train(args: argparse.Namespace, strategy: str, precision: str, device: torch
         "scale": amp.read_loss_scale(),
         "skipped": amp.read_skipped_steps(),
         "decisions": [(change.step, change.precision["model"], change.reason) for change in amp.history.changes],
+        "calls": str(step.summary()) if isinstance(step, TrainStep) else "",
     }
 
 
@@ -153,7 +155,8 @@ def check(args: argparse.Namespace, strategy: str, precision: str, ranks: Sequen
         print(
             f"{strategy} {precision} {how}: {len(ranks)} ranks equal after {args.steps} steps, {seconds:.0f} s; "
             f"loss {good[0]:.2f} -> {good[-1]:.2f}, scale {first['scale']:g}, {first['skipped']} steps skipped, "
-            f"{', '.join(f'{p} from {step}' for step, p, _ in first['decisions'])}",
+            f"{', '.join(f'{p} from {step}' for step, p, _ in first['decisions'])}"
+            f"{'; ' if first['calls'] else ''}{first['calls']}",
             flush=True,
         )
 

@@ -386,6 +386,7 @@ class Amp:
             backend=self._compile_in_step,
             may_copy=self._scaler is None or not (self._scaler.watches or self._scaler.regions),
             is_one_of_many=ranks.is_one_of_many(),
+            group=self.options.process_group,
             scaler=self._scaler,
             precisions=self._precisions,
             retries=self.options.on_overflow == "retry",

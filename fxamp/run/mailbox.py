@@ -39,6 +39,11 @@ class Mailbox:
         self._spare = [message]
         return arrived
 
+    @property
+    def num_waiting(self) -> int:
+        """Of those that are on their way."""
+        return len(self._posted)
+
     def read_waiting(self) -> list[Tensor]:
         """What is on its way, oldest first. Waits for the device; it stays on its way."""
         return [_wait_for(message) for message in self._posted]

@@ -344,6 +344,13 @@ class Scaler:
                 anywhere = torch.maximum(anywhere, flags.any_overflow(but=others).to(device, non_blocking=True))
                 if self.regions:
                     by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
+        # What was noted of gradients that nobody used (`dropped`) is this rank's own so far.
+        if self._overflowed is not None:
+            anywhere = torch.maximum(anywhere, self._overflowed.to(device, non_blocking=True))
+        if self._largest is not None:
+            largest = torch.maximum(largest, self._largest.to(device, non_blocking=True))
+        if self._by_region is not None:
+            by_region = torch.maximum(by_region, self._by_region.to(device, non_blocking=True))
         bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
         if self.regions:
             self._note_by_region(by_region.to(state.scale.device, non_blocking=True))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -23,11 +23,12 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.optim import Optimizer
 
 from fxamp import errors
-from fxamp.run import capturable, ranks, reach, reduction, skipping, stepping, update, warming, writes
+from fxamp.run import capturable, data_parallel, ranks, reach, reduction, skipping, stepping, update, warming, writes
+from fxamp.run.agreement import Agreement
 from fxamp.run.batch import Batch
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
-from fxamp.run.programs import guard_of, is_a_float, num_programs
+from fxamp.run.programs import Running, guard_of, is_a_float, num_programs, running
 from fxamp.run.recorder import Graph, Recorder
 from fxamp.run.surroundings import Glance, Surroundings, World
 from fxamp.run.update import FusedUpdate, Gradient
@@ -49,7 +50,8 @@ MAX_WORLDS: Final = 8
 
 _GRAD: Final = operator.attrgetter("grad")
 
-_ONE_OF_MANY: Final = "torch.distributed is initialized, and collectives are not recorded yet"
+_TAKES_FLOATS: Final = "it reads a float of Python's that has changed several times: give it with the batch, as a tensor"
+_TOO_LATE: Final = "torch.distributed was initialized after the step was made"
 
 NUM_WARMUPS: Final = 2
 """Steps of each shape that run as they are, on the stream of the recording, before it: kernels are loaded, and tuned."""
@@ -118,6 +120,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     takes_floats: bool
     """Python's, which Dynamo has made inputs."""
+    caller: Running | None
 
 
 class _CannotRecord(RuntimeError):
@@ -137,6 +140,25 @@ class _Shape:
     num_warm: int = 0
     """Steps that ran as they are."""
     recordings: dict[Hashable, _Recording] = field(default_factory=dict)
+    seen: dict[Hashable, _Seen] = field(default_factory=dict)
+    """What graphs read in the last step that ran as it is, by what the recording of it would be found by."""
+
+
+_Seen = dict[int, weakref.ref[Tensor]]
+"""By id."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wish:
+    """A recording that this rank is ready for, and makes when the others are."""
+
+    key: Hashable
+    shape: _Shape
+    place: Hashable
+    batch: Batch
+    precision: Mapping[str, str]
+    read: tuple[Tensor, ...]
+    """What graphs read beside the batch and what the step itself computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +169,13 @@ class StepSummary:
     num_replayed: int
     num_plain: Mapping[str, int]
     """Why a call was not a replay -> how often."""
+    num_ranks: int = 1
+    """Whose collectives are part of the CUDA graphs."""
 
     def __str__(self) -> str:
         plain = "".join(f"; {count} as they are: {why}" for why, count in self.num_plain.items())
-        return f"{self.num_replayed} replayed from {self.num_recordings} CUDA graphs{plain}"
+        collectives = f", with the collectives of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        return f"{self.num_replayed} replayed from {self.num_recordings} CUDA graphs{collectives}{plain}"
 
 
 class TrainStep:
@@ -163,6 +188,7 @@ class TrainStep:
         backend: Callable[..., Any],
         may_copy: bool,
         is_one_of_many: bool,
+        group: Any,
         scaler: Scaler | None,
         precisions: Precisions,
         retries: bool,
@@ -173,11 +199,6 @@ class TrainStep:
     ) -> None:
         _check_task(task)
         capturable.check(task.optimizer)
-        if is_one_of_many and wish == "require":
-            raise errors.CudaGraphsUnavailable(
-                "cuda_graphs='require', and a train step is not recorded where torch.distributed is initialized",
-                way_out="Use cuda_graphs='auto': the step then runs as it is",
-            )
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
         self._refuse_frozen = refuse_frozen
@@ -193,16 +214,28 @@ class TrainStep:
         self._rates = LearningRates(task.optimizer)
         self._on_cuda = self._device.type == "cuda"
         self._why_plain = "cuda_graphs=False" if wish is False else ""
-        if is_one_of_many:
-            self._why_plain = _ONE_OF_MANY
         if not self._on_cuda:
             self._why_plain = f"no CUDA graphs on {self._device.type}"
+        if is_one_of_many and not self._why_plain:
+            self._why_plain = data_parallel.why_not_recorded(task.modules(), self._device, group)
+        if is_one_of_many and self._why_plain and wish == "require":
+            raise errors.CudaGraphsUnavailable(
+                f"cuda_graphs='require', and the train step of these ranks is not recorded: {self._why_plain}",
+                way_out="Use cuda_graphs='auto': the step then runs as it is",
+            )
+        self._agreement: Agreement | None = None
+        """With the other ranks, on when to record; None: there are none, or nothing is recorded."""
+        self._wishes: dict[Hashable, _Wish] = {}
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
         self._glance: Glance | None = None
         """Of the same time; None: the world has to be looked at."""
         self._num_worlds = 0
         self._recorder = None if self._why_plain else Recorder(self._device)
+        if is_one_of_many and self._recorder is not None:
+            self._agreement = Agreement(self._device, group)
+            data_parallel.move_to(self._ddps(), self._recorder.stream)
+            data_parallel.call_before_groups_end(self.close)
         if self._on_cuda and not update.why_not(task.optimizer):
             self._update = FusedUpdate(task.optimizer)
             writes.watch_lists()
@@ -253,7 +286,10 @@ class TrainStep:
     def summary(self) -> StepSummary:
         """How the calls ran. Waits for nothing."""
         return StepSummary(
-            num_recordings=self._num_recordings, num_replayed=self._num_replayed, num_plain=dict(self._num_plain)
+            num_recordings=self._num_recordings,
+            num_replayed=self._num_replayed,
+            num_plain=dict(self._num_plain),
+            num_ranks=1 if self._agreement is None else self._agreement.num_ranks,
         )
 
     def __repr__(self) -> str:
@@ -262,7 +298,11 @@ class TrainStep:
     def close(self) -> None:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
+        for shape in self._shapes.values():
+            for recording in shape.recordings.values():
+                recording.graph.reset()  # whoever else holds it
         self._shapes.clear()
+        self._wishes.clear()
         self._glance = None
         self._recorder = None
 
@@ -282,8 +322,14 @@ class TrainStep:
             return self._step_alone(batch)
 
     def _step_alone(self, batch: Batch) -> Tensor:
-        if not self._why_plain and ranks.is_one_of_many():
-            self._give_up(_ONE_OF_MANY)
+        if self._agreement is None and not self._why_plain and ranks.is_one_of_many():
+            self._give_up(_TOO_LATE)
+        loss = self._replay_or_launch(batch)
+        if self._agreement is not None and self._agreement.hear():
+            self._record_together()
+        return loss
+
+    def _replay_or_launch(self, batch: Batch) -> Tensor:
         if self._why_plain:
             self._leaves.refuse_hooks()
             return self._plain(batch, self._why_plain)
@@ -299,6 +345,8 @@ class TrainStep:
             shape = self._shapes[key] = _Shape(inputs=[_static(x, self._device) for x in batch.tensors])
         place = self._place()
         if place not in shape.recordings:
+            if self._agreement is not None:
+                return self._prepare(self._agreement, batch, key, shape)
             if shape.num_warm < NUM_WARMUPS or not self._has_state():
                 shape.num_warm += 1
                 return self._plain(batch, "warming up")
@@ -344,6 +392,12 @@ class TrainStep:
 
         With `follows`, low copies of weights are current when it begins, and the update writes them too.
         """
+        if self._agreement is None:
+            return self._compute(batch, tensors, follows=follows)
+        with self._agreement.travelling():
+            return self._compute(batch, tensors, follows=follows)
+
+    def _compute(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool) -> Tensor:
         task, total = self._task, None
         self._drop_gradients()
         self._leaves.begin(copies=not follows)
@@ -436,14 +490,17 @@ class TrainStep:
             )
         self._has_looked_for_gradients = True
 
-    def _tell_of_breaks(self, num_calls: int) -> None:
-        """Of graphs, in a step. Dynamo's guards, which see whatever its programs were compiled for, are asked of the first."""
-        if num_calls != self._task.accumulate and not self._has_told_of_breaks:
+    def _tell_of_breaks(self, programs: Sequence[Running], *, can_ask: bool) -> None:
+        """What the user's Python computes between programs is seen by no guard. Breaks around DDP's forward are DDP's."""
+        breaks = [program for program in programs if program.is_behind_a_break]
+        if self._ddps():
+            breaks = [program for program in breaks if self._objective.__code__.co_name not in program.code.co_name]
+        if (breaks or not can_ask) and not self._has_told_of_breaks:
             self._has_told_of_breaks = True
+            num_graphs = len({program.code for program in programs})
             self._note(
-                f"train_step: a micro-batch runs {num_calls / self._task.accumulate:g} graphs, not one: numbers that Python "
-                "reads behind the first from objects that are neither modules nor tensors are recorded as they are now. "
-                "torch._dynamo.explain(model)(*batch) says where graphs break"
+                f"train_step: a micro-batch runs {num_graphs} graphs, not one: numbers that Python computes between them are "
+                "recorded as they are now. torch._dynamo.explain(model)(*batch) says where graphs break"
             )
 
     def _drop_gradients(self) -> None:
@@ -502,10 +559,8 @@ class TrainStep:
         is_constant = not self._why_plain and num_programs(self._objective) < MAX_CONSTANT
         return torch._dynamo.config.patch(specialize_float=True) if is_constant else contextlib.nullcontext()
 
-    def _variables(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the objective finds by name, when it is called with these."""
-        free = inspect.getclosurevars(self._objective).nonlocals
-        return {**free, "batch": args, "named": kwargs}
+    def _ddps(self) -> list[nn.parallel.DistributedDataParallel]:
+        return [m for m in self._task.modules() if isinstance(m, nn.parallel.DistributedDataParallel)]
 
     def _settled(self) -> tuple[Tensor, ...]:
         """What loss scaling reads and writes."""
@@ -520,7 +575,7 @@ class TrainStep:
 
             def call(*args: Any) -> Any:
                 if self._calls is not None:
-                    self._calls.append(_Call(program, args, takes_floats))
+                    self._calls.append(_Call(program, args, takes_floats, running()))
                 return program(*args)
 
             return call
@@ -535,21 +590,61 @@ class TrainStep:
     def _record_all(self, batch: Batch, shape: _Shape) -> None:
         """Records the step in every precision that can occur. Recording runs nothing on the device."""
         torch._foreach_copy_(shape.inputs, list(batch.tensors)) if shape.inputs else None
+        with self._giving_up(), self._precisions.kept(), self._keeping_buffers():
+            missing, read = list[Mapping[str, str]](), dict[int, Tensor]()  # by id
+            for chosen in self._precisions.combinations():
+                self._precisions.force(chosen)
+                if self._place() not in shape.recordings:
+                    read |= {id(x): x for x in self._warm(batch, shape)}
+                    missing.append(chosen)
+            strangers = self._strangers(read.values())
+            for chosen in missing:  # not before all have run: the first call of a graph makes room for its flags
+                self._precisions.force(chosen)
+                recording = self._record(batch, shape, strangers)
+                if recording is None:
+                    return
+                shape.recordings[self._place()] = recording
+
+    def _prepare(self, agreement: Agreement, batch: Batch, key: Hashable, shape: _Shape) -> Tensor:
+        """The step as it is, in the precision that it has; when that has run often enough, it may be recorded.
+
+        No run of its own prepares a recording where there are other ranks: each call of a step has the collectives of one."""
+        place, precision = self._place(), dict(self._precisions.current())
+        with self._listening() as calls:
+            loss = self._plain(batch, "warming up")
+        if any(call.takes_floats for call in calls):
+            self._give_up(_TAKES_FLOATS)
+            return loss
+        given = set(map(id, batch.tensors))
+        read = {id(x): x for call in calls for x in call.args if isinstance(x, Tensor) and id(x) not in given}
+        before, shape.seen[place] = shape.seen.get(place), {i: weakref.ref(x) for i, x in read.items()}
+        num_warmups = data_parallel.NUM_TIMED + 1 if self._ddps() else NUM_WARMUPS
+        if before is not None and self._num_plain.total() >= num_warmups and self._has_state():
+            # What one graph computes for another is a new tensor in each run.
+            stays = tuple(x for i, x in read.items() if i in before and before[i]() is x)
+            self._wishes[key, place] = _Wish(
+                key=key, shape=shape, place=place, batch=replace(batch, tensors=()), precision=precision, read=stays
+            )
+            agreement.say(True)
+        return loss
+
+    def _record_together(self) -> None:
+        """Records what was wished for first, as all ranks do now; that it has become useless meanwhile does not excuse."""
+        assert self._agreement is not None
+        wish = self._wishes.pop(next(iter(self._wishes)))
+        self._agreement.say(bool(self._wishes))
+        with self._giving_up(), self._precisions.kept():
+            self._precisions.force(wish.precision)
+            recording = self._record(wish.batch, wish.shape, self._strangers(wish.read))
+            is_current = self._shapes.get(wish.key) is wish.shape and self._place() == wish.place
+            if recording is not None and is_current and not self._why_plain:
+                wish.shape.recordings[wish.place] = recording
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Generator[None]:
+        """Where what is recorded inside cannot be, steps run as they are from then on."""
         try:
-            with self._precisions.kept(), self._keeping_buffers():
-                missing, read = list[Mapping[str, str]](), dict[int, Tensor]()  # by id
-                for chosen in self._precisions.combinations():
-                    self._precisions.force(chosen)
-                    if self._place() not in shape.recordings:
-                        read |= {id(x): x for x in self._warm(batch, shape)}
-                        missing.append(chosen)
-                strangers = self._strangers(read.values())
-                for chosen in missing:  # not before all have run: the first call of a graph makes room for its flags
-                    self._precisions.force(chosen)
-                    recording = self._record(batch, shape, strangers)
-                    if recording is None:
-                        return
-                    shape.recordings[self._place()] = recording
+            yield
         except BaseException as error:
             self._forget_half_a_step()
             from torch._dynamo.exc import TorchDynamoException
@@ -576,9 +671,7 @@ class TrainStep:
                     warming.step(self._loss, args, kwargs)
                 seen.append({id(x): x for call in calls for x in call.args if isinstance(x, Tensor)})
                 if any(call.takes_floats for call in calls):
-                    raise _CannotRecord(
-                        "it reads a float of Python's that has changed several times: give it with the batch, as a tensor"
-                    )
+                    raise _CannotRecord(_TAKES_FLOATS)
             if self._update is not None:
                 self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
         own = {id(x) for x in shape.inputs}
@@ -643,14 +736,17 @@ class TrainStep:
         if has_new_state:
             return None
         self._num_recordings += 1
-        self._tell_of_breaks(len(calls))
+        programs = [call.caller for call in calls if call.caller is not None]
+        is_what_would_run, can_ask = guard_of(programs)
+        self._tell_of_breaks(programs, can_ask=can_ask)
         leaves = self._leaves.read
+        agreed = () if self._agreement is None else self._agreement.state
         return _Recording(
             graph=graph,
             loss=loss,
             room=room,
-            held=(*settled, *read, *(call.program for call in calls)),
-            is_what_would_run=guard_of(self._objective, self._variables(*batch.parts(shape.inputs, self._task.accumulate)[0])),
+            held=(*settled, *read, *agreed, *(call.program for call in calls)),
+            is_what_would_run=is_what_would_run,
             switches=GlobalStateGuard(),
             leaves=leaves,
             lows=tuple(leaf.low for leaf in leaves),

@@ -48,6 +48,11 @@ def _found(x: Any, what: str) -> Any:
     return x.now(what) if isinstance(x, Elsewhere) else x
 
 
+def _is_work(x: Any) -> bool:
+    """Is this a collective on its way?"""
+    return isinstance(x, torch.ScriptObject) and "c10d.Work" in str(x._type())
+
+
 def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
@@ -101,15 +106,23 @@ class Tape(TorchDispatchMode):
         for func, *given in self._calls:
             args, kwargs, out = (tree_map(functools.partial(_found, what=str(func)), part) for part in given)
             owners = _storages((args, kwargs))
-            is_view = all(key in owners for key in _storages(out)) and not func._schema.is_mutable
-            if is_view or not _storages(out) and not func._schema.is_mutable:
+            writes = func._schema.is_mutable or func.namespace == "c10d"  # whose schemas do not say so
+            is_view = all(key in owners for key in _storages(out)) and not writes
+            if is_view or not _storages(out) and not writes:
                 continue
             tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
             with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
                 made = func(*args, **kwargs)
+                for work in filter(_is_work, tree_leaves(made)):
+                    torch.distributed.Work.unbox(work).wait()  # whose waits are on no tape
                 for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
                     if isinstance(old, Tensor) and old.untyped_storage()._cdata not in owners:
                         old.detach().copy_(new)
+
+
+    def reset(self) -> None:
+        self._calls.clear()
+        self._made.clear()
 
 
 class Recorder:

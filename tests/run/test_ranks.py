@@ -19,8 +19,12 @@ import torch.nn.functional as F
 from torch import distributed, nn
 
 import fxamp
+from fxamp.run import data_parallel
+from fxamp.run.agreement import Agreement
 from fxamp.run.observer import Observer
+from fxamp.run.train_step import TrainStep
 from fxamp.scheduler import CurvatureScheduler
+from tests.run.tape import taped
 from tests.run.test_observer import dial_of
 
 NUM_STEPS = 100
@@ -195,6 +199,65 @@ def refused(kind: str) -> str:
     return str(found.value)
 
 
+def dropped(rank: int) -> dict[str, Any]:
+    """Gradients of which one rank's overflow, and which nobody uses."""
+    torch.compiler.reset()
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    model = made("ddp", amp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.attach(optimizer)
+    for i in range(4):
+        (model(torch.ones(4, 8)).square().mean() * (math.inf if (rank, i) == (0, 1) else 1.0)).backward()
+        if i != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return amp.state_dict()
+
+
+class Normed(nn.Module):
+    """DDP broadcasts its buffers before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm = Block(), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.block(x))
+
+
+NUM_CALLS = 36
+BAD_CALLS = (0, 3), (1, 20), (0, 31)
+"""(rank, call) whose loss is inf."""
+LONGER = range(25, 28)
+"""Calls in which rank 1 has a batch of another shape, and no recording for it: it launches what the other one replays."""
+
+
+def recorded(rank: int, *, is_taped: bool) -> tuple[dict[str, Any], TrainStep]:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(Normed(), Normed()))
+    amp = fxamp.Amp(ladder=("fp16", "fp32"), lower="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = amp.train_step(model, F.mse_loss, optimizer, clip_grad_norm=1.0)
+    if is_taped:
+        taped(step, pytest.MonkeyPatch())._agreement = Agreement(torch.device("cpu"))
+        data_parallel.call_before_groups_end(step.close)
+    generator = torch.Generator().manual_seed(rank)
+    losses: list[torch.Tensor] = []
+    for i in range(NUM_CALLS):
+        amp.set_precision("fp32" if i in (1, 2, 3, 15, 16, 17) else "fp16")  # a recording each, from the second call on
+        x = torch.randn(6 if rank == 1 and i in LONGER else 4, 8, generator=generator)
+        losses.append(step(x * math.inf if (rank, i) in BAD_CALLS else x, torch.zeros_like(x)))
+    facts = {
+        "losses": torch.stack(losses).nan_to_num(),
+        "weights": {name: x.clone() for name, x in model.state_dict().items()},
+        "state": amp.state_dict(),
+        "summary": step.summary(),
+        "notes": [note for note in amp.report().notes if "train_step" in note],
+    }
+    return facts, step
+
+
 def work(rank: int, kind: str, port: int, out: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
@@ -232,8 +295,16 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         "refused": refused(kind) if kind == "fsdp2" else None,
         "health": [(f.kind, f.what, dict(f.evidence)) for f in amp.health()],
     }
+    if kind == "fsdp2":
+        distributed.destroy_process_group()
+    else:
+        facts["dropped"] = dropped(rank)
+        facts["plain"], _ = recorded(rank, is_taped=False)
+        facts["taped"], step = recorded(rank, is_taped=True)
+        distributed.destroy_process_group()
+        with pytest.raises(fxamp.errors.InvalidOption, match="closed"):
+            step(torch.ones(4, 8), torch.ones(4, 8))
     torch.save(facts, out / f"{rank}.pt")
-    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp2"])
@@ -248,7 +319,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     mp.start_processes(  # pyright: ignore[reportPrivateImportUsage]
         work, args=(request.param, port, out), nprocs=2, start_method="forkserver"
     )
-    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def test_ranks_skip_together(ranks: list[dict[str, Any]]):
@@ -269,6 +340,33 @@ def test_a_train_step_is_skipped_together(ranks: list[dict[str, Any]]):
     for p, q in zip(first["parameters"], second["parameters"], strict=True):
         assert torch.equal(p, q)
         assert torch.isfinite(p).all()
+
+
+def test_a_step_is_recorded_with_its_collectives(ranks: list[dict[str, Any]]):
+    """All ranks record together, and may then do as they like: a step has the same collectives replayed and launched."""
+    if "taped" not in ranks[0]:
+        return  # FSDP's collectives are not recorded
+    for rank, facts in enumerate(ranks):
+        plain, taped = facts["plain"], facts["taped"]
+        assert taped["summary"].num_recordings == 2
+        assert taped["summary"].num_ranks == 2
+        # DDP times ten iterations, the eleventh is ready to be recorded, the twelfth says so; fp32 does in its fifth call.
+        assert taped["summary"].num_replayed == NUM_CALLS - 12 - 2 - rank * len(LONGER)
+        assert taped["notes"] == []  # of graph breaks: they are DDP's
+        assert torch.equal(taped["losses"], plain["losses"])
+        assert taped["state"] == plain["state"]
+        assert taped["state"]["scaling"]["num_skipped"] == len(BAD_CALLS)
+        assert all(torch.equal(p, plain["weights"][name]) for name, p in taped["weights"].items())
+        others = ranks[0]["taped"]["weights"]  # statistics are each rank's own until the next forward
+        assert all(torch.equal(p, others[name]) for name, p in taped["weights"].items() if "norm.running" not in name)
+
+
+def test_gradients_that_nobody_uses_lower_the_scale_of_all(ranks: list[dict[str, Any]]):
+    if "dropped" not in ranks[0]:
+        return
+    first, second = (facts["dropped"] for facts in ranks)
+    assert first == second
+    assert first["scaling"]["scale"] == 2.0**15
 
 
 def test_gradients_of_a_split_batch_travel_once(ranks: list[dict[str, Any]]):

@@ -1,21 +1,34 @@
-"""Two GPUs over NCCL: the example trains with overflows planted on one rank at a time, and itself compares the ranks."""
+"""Collectives of NCCL: two GPUs stay equal, and a step is recorded with its collectives.
+
+With two GPUs the example trains with overflows planted on one rank at a time, and itself compares the ranks. One GPU has the
+same process group, DDP and recordings, but nobody to talk to.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
 
+import fxamp
+from fxamp import errors
 from tests.house.source import ROOT
 
 NUM_STEPS, OVERFLOW_EVERY = 40, 8
+CUDA = torch.device("cuda", 0)
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@needs_two
 @pytest.mark.parametrize("how", ["loop", "train_step"])
 def test_ranks_stay_equal(how: str):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -35,3 +48,76 @@ def test_ranks_stay_equal(how: str):
         f"{strategy} {precision} {how}" for strategy in ("ddp", "fsdp2") for precision in ("bf16", "fp16")
     ]
     assert all(f"{NUM_STEPS // OVERFLOW_EVERY} steps skipped" in line for line in told)
+    if how == "train_step":
+        assert all("with the collectives of 2 ranks" in line for line in told[:2])
+        assert all("the collectives of FSDP are not recorded yet" in line for line in told[2:])
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.cuda.set_device(CUDA)
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(64, 4096), nn.Dropout(0.1), nn.Linear(4096, 64)
+        self.norm = nn.BatchNorm1d(64)  # DDP broadcasts its buffers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(self.drop(F.relu(self.up(x)))))
+
+
+def model_of(**options: Any) -> nn.Module:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    return nn.parallel.DistributedDataParallel(nn.Sequential(Block(), Block()).to(CUDA), device_ids=[0], **options)
+
+
+def trained(precision: str, cuda_graphs: bool | str, accumulate: int = 1, **options: Any) -> tuple[list[Tensor], Any]:
+    """60 steps, of which two overflow. Returns (losses, parameters and buffers), and how the calls ran."""
+    model = model_of(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    amp = fxamp.Amp(precision=precision, cuda_graphs=cuda_graphs, scaling="dynamic")
+    step = amp.train_step(model, F.mse_loss, optimizer, clip_grad_norm=1.0, accumulate=accumulate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
+    generator = torch.Generator().manual_seed(0)
+    losses: list[Tensor] = []
+    for i in range(60):
+        x = torch.randn(32, 64, generator=generator).to(CUDA)
+        losses.append(step(x * math.inf if i in (5, 45) else x, torch.zeros_like(x)))
+        schedule.step()
+    assert amp.read_skipped_steps() == 2
+    return [torch.stack(losses), *model.state_dict().values()], step.summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"accumulate": 2}, {"bucket_cap_mb": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_recorded_step_with_collectives_is_the_plain_one(nccl: None, precision: str, options: dict[str, Any]):
+    plain, _ = trained(precision, cuda_graphs=False, **options)
+    recorded, summary = trained(precision, cuda_graphs="require", **options)
+    assert summary.num_recordings == 1
+    assert summary.num_replayed > 30, summary
+    for p, q in zip(plain, recorded, strict=True):
+        assert torch.equal(p.nan_to_num(), q.nan_to_num())
+
+
+@pytest.mark.gpu
+def test_what_the_host_has_to_do_is_not_recorded(nccl: None):
+    _, summary = trained("bf16", cuda_graphs="auto", find_unused_parameters=True)
+    assert summary.num_replayed == 0
+    assert list(summary.num_plain) == ["DDP's find_unused_parameters=True asks the host which parameters were used"]
+    with pytest.raises(errors.CudaGraphsUnavailable, match="find_unused_parameters"):
+        trained("bf16", cuda_graphs="require", find_unused_parameters=True)

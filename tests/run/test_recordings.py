@@ -390,17 +390,39 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.f, self.g, self.config = nn.Linear(8, 8), nn.Linear(8, 4), Settings()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.f(x)
         torch._dynamo.graph_break()
-        return self.g(x)
+        return self.g(x) * self.config.share
+
+
+def test_a_number_behind_a_graph_break_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Of the user's own object, which no module holds: the programs behind the break were compiled for it."""
+    results = list[list[Tensor]]()
+    for is_taped in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Broken()
+        optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+        step = amp.train_step(model, F.mse_loss, optimizer)
+        if is_taped:
+            taped(step, monkeypatch)
+        losses = list[Tensor]()
+        for i, (x, y) in enumerate(batches(CPU, 12)):
+            model.config.share = 1.0 if i < 6 else 0.5
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                losses.append(step(x, y))
+        assert step.summary().num_recordings == (2 if is_taped else 0)
+        results.append([*losses, *state_of(model, optimizer)])
+    assert same(*results)
 
 
 @pytest.mark.parametrize("is_broken", [True, False])
 def test_a_graph_break_in_a_recording_is_told_of(is_broken: bool, monkeypatch: pytest.MonkeyPatch):
-    """Once: guards of what lies behind it cannot be asked."""
+    """Once: what Python computes between two programs is seen by no guard."""
     torch._dynamo.reset()
     model = Broken() if is_broken else Small()
     optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
@@ -451,6 +473,6 @@ def test_a_process_that_becomes_one_of_many_records_no_more(monkeypatch: pytest.
     b.run(step)
     monkeypatch.setattr(ranks, "is_one_of_many", lambda: True)
     monkeypatch.setattr(b.amp._scaling, "_agreed", lambda *numbers: numbers)
-    with pytest.warns(fxamp.FxampWarning, match="torch.distributed is initialized"):
+    with pytest.warns(fxamp.FxampWarning, match="torch.distributed was initialized after the step was made"):
         b.run(step)
     assert step.summary().num_replayed == 2
