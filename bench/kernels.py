@@ -8,9 +8,10 @@ device and not inherited.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -24,8 +25,9 @@ from fxamp.explain.kernels import Kernel, Recorder, kernel_category
 NUM_WARM_UP_STEPS: Final = 5
 
 
-def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, Kernel]:
-    """Kernels of a step of a workload on a system, compiled here and now."""
+@contextlib.contextmanager
+def warmed_up(workload_name: str, system_name: str) -> Generator[Callable[[int], None]]:
+    """A workload on a system, compiled here and now: takes so many steps."""
     workload, system = workloads.find(workload_name), systems.all_systems()[system_name]
     torch._dynamo.reset()
     gc.collect()
@@ -38,10 +40,20 @@ def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, 
         batches = [[parts.batches[i % len(parts.batches)] for i in range(workload.num_micro_batches)]] * NUM_WARM_UP_STEPS
         for some in batches:
             runner.step(some)
+
+        def take(num_steps: int) -> None:
+            for some in (batches * num_steps)[:num_steps]:
+                runner.step(some)
+
+        yield take
+
+
+def profiled(workload_name: str, system_name: str, num_steps: int) -> dict[str, Kernel]:
+    """Kernels of a step."""
+    with warmed_up(workload_name, system_name) as take:
         recorder = Recorder()
         recorder.start()
-        for some in (batches * num_steps)[:num_steps]:
-            runner.step(some)
+        take(num_steps)
         return {kernel.name: kernel for kernel in recorder.stop(num_steps).kernels}
 
 

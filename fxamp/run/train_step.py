@@ -244,7 +244,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
-        self._has_told_of_breaks = self._has_looked_for_gradients = False
+        self._has_told_of_breaks = self._has_looked_for_gradients = self._has_made_room = False
         self._is_closed = False
 
     @property
@@ -419,6 +419,11 @@ class TrainStep:
         assert total is not None
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
+        if self._on_cuda and not self._has_made_room:
+            # Else the state that the optimizer makes now, for good, would lie in blocks that activations have left, and keep
+            # what it leaves of them from the recording.
+            torch.cuda.empty_cache()
+            self._has_made_room = True
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
         if self._scaler is not None:
