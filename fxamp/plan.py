@@ -327,8 +327,7 @@ class _Planner:
                 decisions[node.name] = decision
                 value = decision.value
                 self._hand_on(node, value if decision.result is None else _retype(value, decision.result))
-        for node in self._early(decisions):
-            decisions[node.name] = self._widened(decisions[node.name])
+        self._widen(self._early(decisions), decisions)
         return Plan(
             variant=self.variant,
             low=self.low,
@@ -484,6 +483,36 @@ class _Planner:
             why=f"{decision.why}; whoever reads it, and others that read its operand, want fp32",
             value=graph.value_of(self.nodes[decision.node]),
         )
+
+    def _widen(self, early: frozenset[fx.Node], decisions: dict[str, Decision]) -> None:
+        """Gives operations their operands wide. What reads them reads other strides, then, than those of a cast of its own."""
+        changed: set[fx.Node] = set()
+        for node in self.captured.gm.graph.nodes if early else ():
+            decision = decisions.get(node.name)
+            if decision is None:
+                continue
+            if node in early:
+                now = self._widened(decision)
+            elif decision.value is not graph.value_of(node) and not changed.isdisjoint(node.all_input_nodes):
+                now = self._read_anew(node, decision)
+            else:
+                continue
+            decisions[node.name] = now
+            if now is not decision:
+                changed.add(node)
+                self._hand_on(node, now.value if now.result is None else _retype(now.value, now.result))
+                for key in [key for key in self.converted if key[0] is node]:
+                    del self.converted[key]
+
+    def _read_anew(self, node: fx.Node, decision: Decision) -> Decision:
+        """The decision, with the value that it comes to when what it reads has other strides than it had."""
+        operands = list(graph.operands(node))
+        if decision.cls in (OpClass.KEEP, OpClass.HIGH):
+            value = self._value_of_kept(node, operands, decision.operands)
+        else:
+            found, refusal = self._try(node, operands, decision.operands)
+            value = found if refusal is None else decision.value
+        return decision if value is decision.value else replace(decision, value=value)
 
     def _obstacle(
         self, node: fx.Node, facts: Facts, operands: list[fx.Node], cls: OpClass, low: torch.dtype

@@ -21,6 +21,20 @@ PROGRAMS = {
             v1 = F.batch_norm(v0, x[0].detach(), x[1].detach().abs(), None, None, True)
             return v1,
     ''',
+    "what reads a value that is widened early has its strides": '''
+        def forward(x: "f32[4, 4] whole"):
+            a = x @ x
+            b = a.expand(2, 4, 4)
+            c = b.float()
+            return c,
+    ''',
+    "so has what joins it": '''
+        def forward(x: "f32[4, 4] whole", y: "f32[2, 4, 4] whole"):
+            a = x @ x
+            b = a.expand(2, 4, 4)
+            c = b.float()
+            return torch.maximum(c, y), torch.maximum(b, y), c.exp(), b.softmax(-1),
+    ''',
     # ---- writes, through every name, before and after a product has read the value -----------------------------------------
     **{
         f"written between two products by {write}": f'''
