@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     names = chosen(options.only or ("*",), list(models.BY_NAME), "architecture")
     if options.compile_time and not options.report:
-        compile_time.measure_all(names, options.repetitions, options.results / "compile_time.jsonl", console.print)
+        wanted = chosen(options.systems, compile_time.SYSTEMS, "system") if options.systems else compile_time.USUAL
+        path: Path = options.results / "compile_time.jsonl"
+        compile_time.measure_all(names, options.repetitions, path, console.print, wanted)
     elif not options.report:
         _measure_all(names, options, console)
     report.write(options.results)

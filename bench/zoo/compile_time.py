@@ -37,6 +37,7 @@ STOCK: Final = "inductor-fp32"
 
 OWN: Final = "fxamp-bf16"
 SYSTEMS: Final = (PEER, STOCK, OWN)
+USUAL: Final = (PEER, OWN)
 
 LARGEST_COLD: Final = 0.05
 """What fxamp may add to a cold start, relative to its peer."""
@@ -62,22 +63,24 @@ class Start:
     versions: dict[str, str]
 
 
-def measure_all(names: Sequence[str], repetitions: int, path: Path, tell: Callable[[str], object]) -> None:
+def measure_all(
+    names: Sequence[str], repetitions: int, path: Path, tell: Callable[[str], object], systems: Sequence[str] = USUAL
+) -> None:
     """Cold and warm starts of every system, in turns, `repetitions` times; written to `path` model by model."""
     for name in names:
         found: list[Start] = []
-        peer = PEER
+        chosen = list(systems)
         for _ in range(repetitions):
-            try:
-                found += _pair(name, peer)
-            except RuntimeError:
-                if peer == STOCK:
-                    raise
-                peer = STOCK
-                found += _pair(name, peer)
-            found += _pair(name, OWN)
+            for i, system in enumerate(chosen):
+                try:
+                    found += _pair(name, system)
+                except RuntimeError:
+                    if system != PEER:
+                        raise
+                    chosen[i] = STOCK
+                    found += _pair(name, STOCK)
         write(path, found)
-        tell(_line(name, found))
+        tell(_line(name, read(path)))
 
 
 def _pair(name: str, system: str) -> list[Start]:
@@ -99,9 +102,10 @@ def _start(name: str, system: str, cache: str, *, is_warm: bool) -> Start:
 
 # ---- results ------------------------------------------------------------------------------------------------------------
 def write(path: Path, starts: Iterable[Start]) -> None:
-    """Replaces the rows of the models in `starts`, keeps the others."""
+    """Replaces the rows of the models and systems in `starts`, keeps the others."""
     new = list(starts)
-    kept = [start for start in read(path) if start.model not in {s.model for s in new}]
+    measured = {(start.model, start.system) for start in new}
+    kept = [start for start in read(path) if (start.model, start.system) not in measured]
     path.write_text("".join(json.dumps(asdict(start), sort_keys=True) + "\n" for start in (*kept, *new)))
 
 
@@ -110,9 +114,10 @@ def read(path: Path) -> list[Start]:
     return [Start(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def peer_of(starts: Sequence[Start]) -> str:
-    """The system that the starts of one model are compared with."""
-    return PEER if any(start.system == PEER for start in starts) else STOCK
+def peer_of(starts: Sequence[Start]) -> str | None:
+    """The system that the starts of one model are compared with; None if none was measured."""
+    measured = {start.system for start in starts}
+    return next((system for system in (PEER, STOCK) if system in measured), None)
 
 
 def median_s(starts: Sequence[Start], system: str, *, is_warm: bool, own: bool = False) -> float:
@@ -128,21 +133,22 @@ def added(starts: Sequence[Start], *, is_warm: bool) -> float:
 
 
 def hits_like_peer(starts: Sequence[Start]) -> bool:
-    """Does every warm start of fxamp miss no cache that its peer's hits?"""
+    """Does every warm start of fxamp miss no cache that its peer's hits? Without a peer: no cache at all."""
     misses = {
         system: {(s.fx_misses > 0, s.autograd_misses > 0) for s in starts if s.system == system and s.is_warm}
         for system in SYSTEMS
     }
-    return misses[OWN] <= misses[peer_of(starts)]
+    peer = peer_of(starts)
+    return misses[OWN] <= (misses[peer] if peer else {(False, False)})
 
 
 def _line(name: str, starts: Sequence[Start]) -> str:
     some = [s for s in starts if s.model == name]
     peer = peer_of(some)
-    cells = [name if peer == PEER else f"{name} (peer: fp32)"]
+    cells = [f"{name} (peer: fp32)" if peer == STOCK else name]
     for is_warm in (False, True):
         cells += [
-            f"{median_s(some, peer, is_warm=is_warm):.2f}",
+            f"{median_s(some, peer, is_warm=is_warm):.2f}" if peer else "-",
             f"{median_s(some, OWN, is_warm=is_warm):.2f}",
             f"{median_s(some, OWN, is_warm=is_warm, own=True):.2f}",
             f"{added(some, is_warm=is_warm):.1%}",
@@ -153,7 +159,7 @@ def _line(name: str, starts: Sequence[Start]) -> str:
 
 def markdown(starts: Sequence[Start]) -> str:
     """The committed table."""
-    names = list(dict.fromkeys(s.model for s in starts))
+    names = sorted({s.model for s in starts})
     versions = sorted({", ".join(f"{k} {v}" for k, v in sorted(s.versions.items())) for s in starts})
     columns = ("architecture", *(f"{kind} {what}" for kind in ("cold", "warm")
                for what in ("peer, s", "fxamp, s", "inside fxamp, s", "added")), "warm start hits like peer's")  # fmt: skip
@@ -180,11 +186,13 @@ def summary(starts: Sequence[Start]) -> list[str]:
         shares = {name: added(some, is_warm=is_warm) for name, some in by_name.items()}
         most = max(shares, key=shares.__getitem__)
         beyond = [f"{name} ({share:.1%})" for name, share in shares.items() if share > limit]
-        totals = [median_s(s, OWN, is_warm=is_warm) / median_s(s, peer_of(s), is_warm=is_warm) for s in by_name.values()]
+        pairs = [(some, peer) for some in by_name.values() if (peer := peer_of(some))]
+        totals = [median_s(s, OWN, is_warm=is_warm) / median_s(s, peer, is_warm=is_warm) for s, peer in pairs]
+        mean = f"{statistics.geometric_mean(totals):.2f}" if totals else "-"
         lines.append(
             f"- A {kind} start of {len(shares)} architectures: fxamp adds {statistics.median(shares.values()):.1%} (median), "
             f"{shares[most]:.1%} at most ({most}); beyond {limit:.0%}: {', '.join(beyond) or 'none'}. Whole starts take "
-            f"{statistics.geometric_mean(totals):.2f} times the peer's (geometric mean)."
+            f"{mean} times the peer's (geometric mean of {len(totals)})."
         )
     strays = [name for name, some in by_name.items() if not hits_like_peer(some)]
     lines.append(f"- Warm starts that miss a cache which the peer's hits: {', '.join(strays) or 'none'}.")

@@ -44,6 +44,17 @@ def test_where_autocast_does_not_run_a_model_the_peer_is_inductor_alone(tmp_path
     assert told == ["| net (peer: fp32) | 4.00 | 4.00 | 1.00 | 33.3% | 4.00 | 4.00 | 1.00 | 33.3% | yes |"]
 
 
+def test_without_a_peer_what_fxamp_adds_is_told_still(tmp_path):
+    path = tmp_path / "compile_time.jsonl"
+    compile_time.write(path, [s for s in starts() if s.system == compile_time.OWN])
+    assert compile_time.hits_like_peer(compile_time.read(path))
+    text = compile_time.markdown(compile_time.read(path))
+    assert "| net | - | 10.50 | 0.50 | 5.0% | - | 3.00 | 1.00 | 50.0% | yes |" in text
+    compile_time.write(path, [s for s in starts() if s.system == compile_time.PEER])
+    assert "| net | 10.00 | 10.50 | 0.50 |" in compile_time.markdown(compile_time.read(path))
+    assert not compile_time.hits_like_peer([s for s in starts(warm_misses=1) if s.system == compile_time.OWN])
+
+
 def test_rows_of_other_models_are_kept(tmp_path):
     path = tmp_path / "compile_time.jsonl"
     compile_time.write(path, starts())
@@ -56,7 +67,7 @@ def test_what_is_beyond_a_limit_is_named():
     cold, warm, caches = compile_time.summary([*starts(warm_misses=1), *(replace(s, model="slow") for s in starts())])
     assert cold == (
         "- A cold start of 2 architectures: fxamp adds 5.0% (median), 5.0% at most (net); beyond 5%: none. "
-        "Whole starts take 1.05 times the peer's (geometric mean)."
+        "Whole starts take 1.05 times the peer's (geometric mean of 2)."
     )
     assert "50.0% at most (net); beyond 20%: net (50.0%), slow (50.0%). Whole starts take 1.50 times" in warm
     assert caches.endswith("which the peer's hits: net.")
