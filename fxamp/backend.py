@@ -224,7 +224,7 @@ class Amp:
 
         Warns, once, of rules of the policy that decided nothing in all graphs so far.
         """
-        variants = tuple(v for g in self.graphs for v in g.variants.values())
+        variants = tuple(g.lowest for g in self.graphs)
         rules = explain_rules.uses(self.options.policy, variants)
         idle = [f"{use.rule} ({use.note})" for use in rules if use.is_idle]
         empty = self._empty_regions(variants)
@@ -702,7 +702,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
             program = lower.lower(gm, examples, settings, digest)
         if taken:
             program = dataclasses.replace(program, run=shared.weights.around(program.run, taken))
-        elif made.num_low_ops and not captured.trains and isinstance(shared.weights, WeightCopies) and not shared.copied:
+        elif made.lowers and not captured.trains and isinstance(shared.weights, WeightCopies) and not shared.copied:
             parameters = [i for i, role in enumerate(captured.roles.values()) if role == "parameter"]
             program = dataclasses.replace(program, run=shared.weights.telling(program.run, parameters))
         if shared.scaler is not None and probed is not None and watch is not None:

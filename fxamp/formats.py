@@ -83,6 +83,12 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and not is_lossless(torch.float32, dtype)
 
 
+@functools.cache
+def narrow_names() -> frozenset[str]:
+    """Short names of the float formats that are narrower than fp32."""
+    return frozenset(text for dtype, text in NAMES.items() if is_narrow(dtype))
+
+
 def _cpu_flag(*names: str) -> bool:
     return any(getattr(torch.cpu, f"_is_{n}_supported", lambda: False)() for n in names)
 

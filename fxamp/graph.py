@@ -97,6 +97,11 @@ def has_symbols(tensor: torch.Tensor) -> bool:
     return tensor._has_symbolic_sizes_strides
 
 
+def is_empty(value: Any) -> bool:
+    """Is it a tensor that has no elements, whatever the inputs?"""
+    return isinstance(value, torch.Tensor) and any(type(size) is int and size == 0 for size in value.shape)
+
+
 _UNKNOWN_NUMEL: Final = 4096  # what AOTAutograd's partitioner assumes of a size that depends on data
 
 

@@ -22,7 +22,7 @@ from torch._subclasses import FakeTensor
 from fxamp import _patches, as_given, capture, errors, formats, garbage, graph, guards, legal, optable, registered, widening
 from fxamp.as_given import Given
 from fxamp.calls import Calls, Later
-from fxamp.capture import Captured, Facts
+from fxamp.capture import Captured, Facts, Region
 from fxamp.optable import Inside, OpClass
 from fxamp.policy import Policy, Rule
 
@@ -30,6 +30,9 @@ TRACED: Final = torch.float32
 """The one traced dtype that fxamp lowers. Values that the user made narrower or wider stay as they are."""
 
 NUMERICS: Final = ("eager", "fast")
+
+_UNTOUCHED: Final = "; fxamp leaves the graph as PyTorch traced it. Called outside of autocast, fxamp decides"
+"""What a note says once of a graph, and not of each of its operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class Decision:
     operands: tuple[torch.dtype | None, ...]
     """For each operand, the dtype that its fp32-traced tensors must have on arrival; None: as they come."""
     computes: str
-    """Short name of the format that the operation's floating operands have: "bf16", "fp32"; "-" if it has none."""
+    """Short name of the format that it computes in: the one that its floating operands have or, where an autocast of the user's
+    casts these, that of its result: "bf16", "fp32"; "-" if it has none."""
     result: torch.dtype | None
     """The dtype to cast the result to at once, None if it is handed on as computed."""
     widened_early: bool = False
@@ -55,6 +59,16 @@ class Decision:
     facts: Facts
     value: Any = field(repr=False, compare=False)
     """The fake value that the node computes in its new formats, before `result`."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Is it an operation on floating-point values? Whoever counts operations counts these."""
+        return self.computes != "-"
+
+    @property
+    def runs_low(self) -> bool:
+        """Does it compute in less than fp32, whoever decided that?"""
+        return not formats.narrow_names().isdisjoint(self.computes.split("+"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +104,25 @@ class Plan:
         return (*self.decisions.values(), *(d for body in self.bodies.values() for d in body.everywhere))
 
     @property
+    def operations(self) -> tuple[Decision, ...]:
+        """The decisions about operations on floating-point values."""
+        return tuple(d for d in self.everywhere if d.is_counted)
+
+    @property
     def num_low_ops(self) -> int:
-        """Operations of the LOW class that really run in a lower format than they were traced in."""
-        return sum(d.cls is OpClass.LOW and d.computes not in ("-", formats.name(TRACED)) for d in self.everywhere)
+        """Operations that compute in less than fp32: those that the policy lowers, those that follow them, and those that the
+        program itself runs low."""
+        return sum(d.runs_low for d in self.everywhere)
+
+    @property
+    def lowers(self) -> bool:
+        """Does the policy lower anything?"""
+        return any(d.cls is OpClass.LOW and d.runs_low for d in self.everywhere)
 
     @property
     def formats(self) -> tuple[str, ...]:
         """Short names of all formats that some operation computes in."""
-        return tuple(sorted({name for d in self.everywhere for name in d.computes.split("+")} - {"-"}))
+        return tuple(sorted({name for d in self.operations for name in d.computes.split("+")}))
 
 
 @garbage.collected_later()
@@ -118,10 +143,7 @@ def plan(
     """
     calls = Calls(checked=legal.wants_full_check())
     if captured.ambient is not None:
-        note = (
-            f"ambient autocast ({captured.ambient}) decides here; fxamp leaves the graph as PyTorch traced it. "
-            "Called outside of autocast, fxamp decides"
-        )
+        note = f"ambient autocast ({captured.ambient}) decides here{_UNTOUCHED}"
         return _plan(captured, Policy(), variant, (), output_dtype, note, (), calls)
     return _plan(captured, policy, variant, parts, output_dtype, "", relaxed, calls)
 
@@ -303,6 +325,8 @@ class _Planner:
         self.current: dict[fx.Node, Any] = {}
         self.floats: dict[fx.Node, list[torch.Tensor]] = {}
         self.dtypes: dict[fx.Node, set[torch.dtype]] = {}
+        self.others: dict[fx.Node, set[torch.dtype]] = {}
+        """Of the floating-point tensors that were not traced in fp32."""
         self.converted: dict[tuple[fx.Node, torch.dtype], Any] = {}
 
     def plan(self, output_dtype: str) -> Plan:
@@ -337,10 +361,11 @@ class _Planner:
         )
 
     def _hand_on(self, node: fx.Node, value: Any) -> None:
-        pairs = zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(value), strict=True)
+        pairs = list(zip(graph.tensors_of(graph.value_of(node)), graph.tensors_of(value), strict=True))
         floats = [now for traced, now in pairs if traced.dtype == TRACED]
         self.current[node], self.floats[node] = value, floats
         self.dtypes[node] = {now.dtype for now in floats}
+        self.others[node] = {t.dtype for t, _ in pairs if t.dtype != TRACED and t.dtype.is_floating_point}
 
     # ---- one node -----------------------------------------------------------------------------------------------------
     def _decide(self, node: fx.Node) -> Decision:
@@ -354,10 +379,15 @@ class _Planner:
                 cls, low = (OpClass.HIGH if declared == TRACED else OpClass.LOW), declared
                 why = f"register_autocast: {formats.name(declared)}"
         operands = list(graph.operands(node))
+        if precision is None and cls is OpClass.LOW and low == TRACED:
+            why = f"{why}; its part runs in fp32" if self.parts else f"{why}; the precision is {self.variant}"
         if precision is None and cls in _FOLLOWING and self._is_foreign(operands, own):
             cls, why = OpClass.HIGH, f"{why}; its part runs in {formats.name(own)}, and follows nothing else"
         if facts.op in optable.METADATA:
             return self._keep(node, facts, "reads the shape alone", casts=False)
+        left = self._left_alone(facts)
+        if left is not None and cls is not OpClass.KEEP:
+            return self._keep(node, facts, left, rule=rule if cls is OpClass.HIGH else None)
         if facts.op not in optable.TABLE and graph.bodies(node):
             return self._keep(node, facts, optable.classify(facts.op)[1])  # a body is planned for its traced dtypes
         if cls in (OpClass.KEEP, OpClass.HIGH):
@@ -413,6 +443,9 @@ class _Planner:
         back = TRACED if casts else None
         wanted = tuple(back if self._lowered(x) else None for x in operands)
         computes = self._format(operands, tuple(back for _ in operands)) if casts else "-"
+        if self._is_autocast(facts) and optable.classify(facts.op)[0] is not OpClass.KEEP:
+            results = {t.dtype for t in graph.tensors_of(graph.value_of(node)) if t.is_floating_point()}
+            computes = "+".join(sorted(map(formats.name, results))) or computes
         return Decision(
             node=node.name,
             op=facts.op,
@@ -514,20 +547,23 @@ class _Planner:
             value = found if refusal is None else decision.value
         return decision if value is decision.value else replace(decision, value=value)
 
+    def _left_alone(self, facts: Facts) -> str | None:
+        """Why fxamp decides nothing here, where somebody else does; None: it does."""
+        if self.note:
+            return self.note.removesuffix(_UNTOUCHED)
+        return _LEFT_ALONE.get(facts.region)
+
+    def _is_autocast(self, facts: Facts) -> bool:
+        """Does an autocast of the user's cast the operands here?"""
+        is_around = self.captured.ambient not in (None, "enabled=False")
+        return facts.region == "users" or (facts.region == "none" and is_around)
+
     def _obstacle(
         self, node: fx.Node, facts: Facts, operands: list[fx.Node], cls: OpClass, low: torch.dtype
     ) -> str | None:
         """Why an operation of a lowering class must nevertheless keep its traced dtypes; None if nothing forbids it."""
-        if self.note:
-            return self.note
         if not any(self._is_float(x) for x in operands):
             return "has no fp32 operand"
-        if facts.region == "opted_out":
-            return "inside autocast(enabled=False)"
-        if facts.region == "function":
-            return "inside an autograd.Function whose custom_fwd casts its inputs: autocast is off"
-        if facts.region == "users":
-            return "inside an autocast region of the user's own, which PyTorch casts"
         if node.kwargs.get("out") is not None:
             return "writes into out="
         if any(isinstance(a, torch.dtype) for a in graph.constants(node)):
@@ -682,8 +718,10 @@ class _Planner:
         return isinstance(value, torch.Tensor) and value.dim() == 0
 
     def _exists_in(self, node: fx.Node, dtype: torch.dtype) -> bool:
-        """Is everything that the node can hold, whatever the inputs, a number of this format?"""
-        return TRACED in self.dtypes[node] and self.known.get(node, guards.UNKNOWN).exists_in(dtype)
+        """Is everything that the node can hold, whatever the inputs, a number of this format? An empty tensor holds none."""
+        if TRACED not in self.dtypes[node]:
+            return False
+        return graph.is_empty(graph.value_of(node)) or self.known.get(node, guards.UNKNOWN).exists_in(dtype)
 
     def _has(self, node: fx.Node, dtype: torch.dtype) -> bool:
         return self.dtypes[node] <= {dtype}
@@ -708,6 +746,7 @@ class _Planner:
         # Among tensors with dimensions, a 0-dim one takes part in whatever format it has.
         deciding = [(x, want) for x, want in pairs if want is not None or not self._is_scalar(x)] or pairs
         found = {want or dtype for x, want in deciding for dtype in self.dtypes[x]}
+        found |= {dtype for x, _ in deciding for dtype in self.others[x]}
         return formats.name(*found) if len(found) == 1 else "+".join(sorted(map(formats.name, found))) or "-"
 
     def _output(self, node: fx.Node, output_dtype: str) -> torch.dtype | None:
@@ -717,6 +756,13 @@ class _Planner:
 
 
 _FOLLOWING: Final = (OpClass.FOLLOW, OpClass.WIDEST)
+
+_LEFT_ALONE: Final[Mapping[Region, str]] = MappingProxyType({
+    "opted_out": "inside autocast(enabled=False)",
+    "function": "inside an autograd.Function whose custom_fwd casts its inputs: autocast is off",
+    "users": "inside an autocast region of the user's own, which PyTorch casts",
+})  # fmt: skip
+"""Region of the user's -> why fxamp decides nothing in it."""
 
 
 # ---- helpers without state ----------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_bodies_are_shown():
     assert 'matmul: "bf16[4, 8]" = ' in variant.text("dynamo")
     assert 'matmul: "f32[4, 8]" = ' in variant.text("captured")
     assert "# wrap_body_0, inside tag_activation_checkpoint (test_bodies.py:" in variant.text("plan")
-    assert re.search(r"matmul +│ bf16 ", str(amp.report()))
+    assert re.search(r"│ bf16 +│ +1 │ matmul ", str(amp.report()))
 
 
 def test_names_in_a_body_are_annotated_with_its_own_values():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,8 +9,11 @@ import torch._dynamo.config as dynamo_config
 import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from fxamp import optable
+from fxamp import formats, optable
+from fxamp.explain import text
 from fxamp.optable import OpClass
 from tests.programs import Fn, decisions, planned
 
@@ -167,6 +171,66 @@ def test_under_ambient_autocast_every_operation_says_so():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         d = decisions(lambda a: (a @ a).relu(), x)
     assert all(made.why.startswith("ambient autocast (cpu: bfloat16) decides here") for made in d.values())
+
+
+def mixed(a):
+    """Operations of autocast's lists and of neither, and a cast of the program's own."""
+    b = a @ a
+    return (b.relu() + a).softmax(-1), b.exp(), torch.cat([b, a]), F.mse_loss(b, a), a.double().sin()
+
+
+class Kernels(TorchDispatchMode):
+    """Collects (kernel, format that its operands are promoted to), behind autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtypes = [t.dtype for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        self.ran.append((func.overloadpacket.__name__.strip("_"), formats.name(functools.reduce(torch.promote_types, dtypes))))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["around", "inside"])
+@pytest.mark.parametrize("policy", ["autocast", "pure"])
+def test_what_runs_in_an_autocast_of_the_users_is_what_is_said(around: bool, policy: str):
+    def inside(a):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mixed(a)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+        captured, made = planned(mixed if around else inside, x, policy=policy)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Kernels() as kernels:
+        mixed(x)
+    want = [ran for ran in kernels.ran if ran[0] not in ("to_copy", "detach")]
+    names = {"matmul": "mm", "double": "to_copy"}
+    got = [(names.get(d.op or "", d.op), d.computes) for d in made.operations if d.op != "double"]
+    assert got == want
+    assert {computes for _, computes in got} == {"bf16", "fp32", "f64"}
+    assert all(d.cls is OpClass.KEEP for d in made.operations)
+    assert made.num_low_ops == [computes for _, computes in got].count("bf16")
+    assert not made.lowers
+
+
+def test_values_that_the_program_made_narrow_are_counted():
+    captured, made = planned(lambda a: (a.half() @ a.half()).relu(), x, variant="fp32")
+    casts = [("half", "fp32")] * 2
+    assert [(d.op, d.computes) for d in made.operations] == [*casts, ("matmul", "fp16"), ("relu", "fp16")]
+    assert (made.num_low_ops, made.lowers, made.formats) == (2, False, ("fp16", "fp32"))
+    assert text.plan(captured, made).startswith("# plan for fp32: 2 of 4 floating-point operations in fp16\n")
+
+
+def test_a_plan_counts_the_rows_that_it_shows():
+    captured, made = planned(lambda a: ((a @ a).relu() @ a).softmax(-1), x)
+    assert text.plan(captured, made).startswith("# plan for bf16: 3 of 4 floating-point operations in bf16\n")
+    assert text.plan(captured, made).count("  bf16  bf16  ") == made.num_low_ops == 3
+    assert "0 of 1 floating-point operations in a low format" in text.plan(*planned(lambda a: a @ a, x, variant="fp32"))
+
+
+def test_an_operation_that_would_be_low_says_why_it_is_not():
+    d = decisions(lambda a: a @ a, x, variant="fp32")["matmul"]
+    assert (d.computes, d.why) == ("fp32", "autocast: lower-precision list; the precision is fp32")
 
 
 def test_an_operation_that_refuses_is_kept():

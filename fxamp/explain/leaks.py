@@ -60,7 +60,7 @@ def _find(captured: Captured, plan: Plan) -> Iterator[Leak]:
         node = nodes[decision.node]
         counts = decision.op in optable.SELECTING
         pairs = list(zip(graph.operands(node), decision.operands, strict=True))
-        low = [x for x, want in pairs if want == TRACED and _held(x, plan) not in (None, TRACED)]
+        low = [x for x, want in pairs if want == TRACED and _held(x, plan) not in (None, TRACED) and not _is_empty(x)]
         wide = [x for x, _ in pairs if _takes_part(x, counts) and _held(x, plan) == TRACED]
         if not low or not wide:
             continue
@@ -80,6 +80,10 @@ def _find(captured: Captured, plan: Plan) -> Iterator[Leak]:
         )
     for path, body in plan.bodies.items():
         yield from _find(captured.bodies[path], body)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    return graph.is_empty(graph.value_of(node))
 
 
 def _takes_part(node: fx.Node, zero_dim_counts: bool) -> bool:
@@ -117,7 +121,7 @@ def _advice(decision: Decision, origin: Origin, made: Decision | None) -> str:
     here = f"a rule 'op:{decision.op}=low'"
     if decision.facts.module:
         here += f" or 'module:{decision.facts.module}=low'"
-    if origin == "computed" and made is not None and made.op is not None:
+    if origin == "computed" and made is not None and made.op not in (None, decision.op):
         return f"a rule 'op:{made.op}=low' makes it low where it is computed, {here} casts it down here"
     if origin == "constant":
         return f"write numbers that the low format holds; or {here} rounds it here"

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from torch import fx
 
-from fxamp import errors, graph
+from fxamp import errors, formats, graph
 from fxamp.capture import Captured
 from fxamp.coverage import Coverage, Replay
 from fxamp.explain import fast_paths, leaks, text
@@ -129,6 +129,17 @@ class GraphRecord:
     trains: bool
     """Does it have a backward?"""
     variants: Mapping[str, VariantRecord]
+    """By the precision of the ladder, or of each region; the lowest everywhere comes first."""
+
+    @property
+    def lowest(self) -> VariantRecord:
+        """The variant in the lowest precision of the ladder: what the graph can gain."""
+        return next(iter(self.variants.values()))
+
+    @property
+    def of_ladder(self) -> dict[str, VariantRecord]:
+        """The variants in which all regions have one precision, by that."""
+        return {precision: v for precision, v in self.variants.items() if precision in formats.PRECISIONS}
 
     def dump(self, directory: Path) -> Path:
         """Writes every stage that exists to `directory/graph_<index>/<variant>/`, and returns that folder."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:  # imported where a report is printed: `import fxamp` stays li
     from rich.console import RenderableType
     from rich.table import Table
 
-WIDTH_CHARACTERS: Final = 110
-
 MAX_LEAKS: Final = 12
 """Places that a printed report shows. A model has hundreds of additions to its residual stream."""
 
@@ -61,7 +59,8 @@ class Report:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What the graphs run in: ("bf16",)."""
+        """What the graphs were planned for: ("bf16",). Where an autocast around the call decided instead, a note says so, and
+        `formats` has what runs."""
         return tuple(sorted({v.precision for v in self.variants}))
 
     @property
@@ -71,13 +70,13 @@ class Report:
 
     @property
     def num_low_ops(self) -> int:
-        """Operations that run in the low format, over all graphs."""
-        return sum(v.plan.num_low_ops for v in self.variants)
+        """Operations that compute in less than fp32, over all graphs; of a ladder, in the lowest precision."""
+        return sum(g.lowest.plan.num_low_ops for g in self.graphs)
 
     @property
     def num_casts(self) -> int:
-        """Casts that fxamp has in its graphs, forward and backward, over all graphs."""
-        return sum(len(v.casts) for v in self.variants)
+        """Casts that fxamp has in its graphs, forward and backward, over all graphs; of a ladder, in the lowest precision."""
+        return sum(len(g.lowest.casts) for g in self.graphs)
 
     @property
     def cuda_graphs(self) -> tuple[tuple[int, str, Replay], ...]:
@@ -87,17 +86,18 @@ class Report:
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """Promotion leaks, over all graphs: where a low value meets a wider one, and the result is wide."""
-        return tuple(leak for v in self.variants for leak in v.leaks)
+        """Promotion leaks, over all graphs: where a low value meets a wider one, and the result is wide. Of a ladder, in the
+        lowest precision."""
+        return tuple(leak for g in self.graphs for leak in g.lowest.leaks)
 
     @property
     def fast_paths(self) -> tuple[FastPath, ...]:
         """Each matrix product, convolution and attention, over all graphs: can the fast kernels of CUDA take it, and if not,
-        why, at which line, and what to change?"""
-        return tuple(path for v in self.variants for path in v.fast_paths)
+        why, at which line, and what to change? Of a ladder, in the lowest precision."""
+        return tuple(path for g in self.graphs for path in g.lowest.fast_paths)
 
     def __str__(self) -> str:
-        return printed.text(self._parts(), WIDTH_CHARACTERS)
+        return printed.text(self._parts(), printed.width())
 
     def _parts(self) -> Iterator[RenderableType]:
         yield f"fxamp: {self.options}"
@@ -113,10 +113,10 @@ class Report:
             )
         else:
             yield _graph_table(self.graphs)
-            yield _operation_table(self.variants)
+            yield _operation_table(self.graphs)
             paths = self.fast_paths
             if paths:
-                yield _fast_path_table(paths, self.variants)
+                yield _fast_path_table(paths, self.graphs)
             if self.leaks:
                 yield _leak_table(self.leaks)
             if self.rules:
@@ -129,21 +129,21 @@ class Report:
                 yield _scheduling_table(self.scheduling)
             yield from _notes(self.graphs)
         yield from (f"- train step: {step}" for step in self.steps)
-        yield from (f"- {note}" for note in self.notes)
+        told = {note for v in self.variants for note in v.notes}
+        yield from (f"- {note}" for note in self.notes if note not in told)
 
 
 def _graph_table(graphs: Sequence[GraphRecord]) -> Table:
-    columns = ("graph", "mode", "runs in", "operations", "low", "casts", "CUDA graph", "first line")
-    table = printed.table("graphs", columns, numbers=("operations", "low", "casts"))
+    columns = ("graph", "mode", "runs in", "ops", "low", "casts", "CUDA graph", "first line")
+    table = printed.table("graphs", columns, numbers=("ops", "low", "casts"))
     for g in graphs:
         for v in g.variants.values():
-            decisions = v.plan.everywhere
-            lines = [d.facts.where for d in decisions if d.facts.where]
+            lines = [d.facts.where for d in v.plan.everywhere if d.facts.where]
             table.add_row(
                 str(g.index),
                 "training" if g.trains else "inference",
-                v.precision,
-                str(len(decisions)),
+                "as traced" if v.plan.note else v.precision,
+                str(len(v.plan.operations)),
                 str(v.plan.num_low_ops),
                 str(len(v.casts)),
                 _coverage(v),
@@ -161,37 +161,50 @@ def _coverage(variant: VariantRecord) -> str:
     return "yes" if all(replay.is_whole for replay in replays) else "in pieces"
 
 
-def _operation_table(variants: Sequence[VariantRecord]) -> Table:
-    counts: Counter[tuple[str, str, str, str]] = Counter()
-    for v in variants:
-        for d in v.plan.everywhere:
-            if d.computes != "-":
-                counts[(d.op or "?", d.computes, d.cls.value, d.why)] += 1
-    table = printed.table("operations", ("operation", "computes in", "count", "class", "why"), numbers=("count",))
-    order = {cls.value: i for i, cls in enumerate(OpClass)}
-    for (op, computes, cls, why), count in sorted(counts.items(), key=lambda item: (order[item[0][2]], item[0])):
-        table.add_row(op, computes, str(count), cls, why)
+def _operation_table(graphs: Sequence[GraphRecord]) -> Table:
+    """Operations that compute in one format for one reason share a row. In each precision of the ladder: where regions differ,
+    each runs as its own precision says."""
+    precisions = list(dict.fromkeys(precision for g in graphs for precision in g.of_ladder))
+    found: dict[tuple[OpClass, str, str], dict[str, Counter[str]]] = {}
+    for precision, v in (item for g in graphs for item in g.of_ladder.items()):
+        for d in v.plan.operations:
+            counts = found.setdefault((d.cls, d.computes, d.why), {}).setdefault(precision, Counter())
+            counts[d.op or "?"] += 1
+    several = ("precision",) if len(precisions) > 1 else ()
+    columns = (*several, "in", "count", "operations", "why")
+    table = printed.table("operations", columns, numbers=("count",), has_lines=True)
+    order = list(OpClass)
+    for (_, computes, why), by_precision in sorted(found.items(), key=lambda item: (order.index(item[0][0]), item[0][1:])):
+        for counts in [c for i, c in enumerate(by_precision.values()) if c not in list(by_precision.values())[:i]]:
+            alike = [precision for precision in precisions if by_precision.get(precision) == counts]
+            names = ("all" if alike == precisions else ", ".join(alike),) if several else ()
+            ops = ", ".join(f"{op} x{count}" if count > 1 else op for op, count in sorted(counts.items()))
+            table.add_row(*names, computes, str(counts.total()), ops, why)
+    num_mixed = sum(len(g.variants) - len(g.of_ladder) for g in graphs)
+    if num_mixed:
+        table.caption = f"and {num_mixed} with regions apart: amp.graphs[i].variants[...].text('plan') has each"
     return table
 
 
 def _leak_table(leaks: Sequence[Leak]) -> Table:
     title = "promotion leaks: a low value meets a wider one, and the result is wide"
-    columns = ("where", "operation", "low", "wide", "widens", "what to change")
+    columns = ("where", "what meets", "widens", "what to change")
     table = printed.table(title, columns, numbers=("widens",), has_lines=True)
     rows = {(leak.where, leak.op, leak.origin): leak for leak in reversed(leaks)}  # the first of each line speaks for all
     counts = Counter((leak.where, leak.op, leak.origin) for leak in leaks)
     for key, leak in list(reversed(rows.items()))[:MAX_LEAKS]:
         times = f" ({counts[key]} times)" if counts[key] > 1 else ""
-        table.add_row(f"{leak.where}{times}", leak.op, leak.low, leak.wide, str(leak.num_widened), leak.advice)
+        meets = f"{leak.op}: {leak.low} with {leak.wide}"
+        table.add_row(f"{leak.where}{times}", meets, str(leak.num_widened), leak.advice)
     if len(rows) > MAX_LEAKS:
         table.caption = f"and at {len(rows) - MAX_LEAKS} more places: report.leaks has them all"
     return table
 
 
-def _fast_path_table(paths: Sequence[FastPath], variants: Sequence[VariantRecord]) -> Table:
-    elsewhere = sorted({v.captured.device.type for v in variants} - {"cuda"})
+def _fast_path_table(paths: Sequence[FastPath], graphs: Sequence[GraphRecord]) -> Table:
+    elsewhere = sorted({g.lowest.captured.device.type for g in graphs} - {"cuda"})
     where = f", as they would be on CUDA (this ran on {', '.join(elsewhere)})" if elsewhere else ""
-    columns = ("operation", "in", "count", "fast path", "where", "what to change")
+    columns = ("operation", "where", "count", "fast path", "what to change")
     table = printed.table(f"fast paths{where}", columns, numbers=("count",), has_lines=True)
     groups: dict[tuple[object, ...], list[FastPath]] = {}
     for path in sorted(paths, key=lambda p: p.is_taken):
@@ -201,7 +214,7 @@ def _fast_path_table(paths: Sequence[FastPath], variants: Sequence[VariantRecord
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
         verdict = "taken" if first.is_taken else "missed:"
         text = f"{verdict}{': ' if first.why and first.is_taken else ' '}{first.why}".rstrip()
-        table.add_row(first.op, first.computes, str(len(group)), text, f"{lines[0]}{more}", first.advice)
+        table.add_row(f"{first.op} in {first.computes}", f"{lines[0]}{more}", str(len(group)), text, first.advice)
     if len(groups) > MAX_FAST_PATHS:
         table.caption = f"and {len(groups) - MAX_FAST_PATHS} more kinds: report.fast_paths has them all"
     return table
@@ -238,17 +251,42 @@ _SPEEDING: Final = ("ReplaceMasks", "LowAttention", "GroupQueries", "ChooseAtten
 
 
 def _notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
+    """Each note once, with the graphs, and of a ladder the precisions, that it is about."""
+    about: dict[str, dict[int, list[str]]] = {}
     for g in graphs:
         for v in g.variants.values():
-            for note in v.notes:
-                yield f"- graph {g.index} ({v.precision}): {note}"
-            for replay in () if v.coverage.off else v.cuda_graphs:
-                if not replay.is_whole:
-                    yield f"- graph {g.index} ({v.precision}): {replay}"
-            for change in v.changes:
-                for kept in change.kept if change.pass_name in _SPEEDING else ():
-                    left = f"{kept.node} ({kept.where})" if kept.where else kept.node
-                    yield f"- graph {g.index} ({v.precision}): {change.pass_name} left {left}: {kept.reason}"
-            for change in v.joint_changes:
-                if change.pass_name == "SaveReadsOfMutated" and change.num_marked:
-                    yield f"- graph {g.index} ({v.precision}): repaired: {_patches.MUTATED_READS.symptom}"
+            for note in dict.fromkeys(_notes_of(v)):
+                about.setdefault(note, {}).setdefault(g.index, []).append(v.precision)
+    everywhere = {g.index: list(g.variants) for g in graphs}
+    for note, found in about.items():
+        alike: dict[str, list[int]] = {}
+        for index, precisions in found.items():
+            is_all = len(precisions) == len(everywhere[index])
+            alike.setdefault("" if is_all else f" ({'; '.join(precisions)})", []).append(index)
+        for precisions, indices in alike.items():
+            yield f"- graph{'s' if len(indices) > 1 else ''} {_ranges(indices)}{precisions}: {note}"
+
+
+def _notes_of(variant: VariantRecord) -> Iterator[str]:
+    yield from variant.notes
+    for replay in () if variant.coverage.off else variant.cuda_graphs:
+        if not replay.is_whole:
+            yield str(replay)
+    for change in variant.changes:
+        for kept in change.kept if change.pass_name in _SPEEDING else ():
+            left = f"{kept.node} ({kept.where})" if kept.where else kept.node
+            yield f"{change.pass_name} left {left}: {kept.reason}"
+    for change in variant.joint_changes:
+        if change.pass_name == "SaveReadsOfMutated" and change.num_marked:
+            yield f"repaired: {_patches.MUTATED_READS.symptom}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -125,8 +125,9 @@ def describe(value: Any) -> str:
 
 def plan(captured: Captured, made: Plan) -> str:
     """The plan, one line per operation: name, operation, class, formats in and out, user's line, and the reason."""
-    lines = [f"# plan for {made.variant}: {made.num_low_ops} operations run in {formats.name(made.low)}"]
-    return "\n".join([*lines, *_plan_lines(captured, made)]) + "\n"
+    low = " and ".join(name for name in made.formats if name in formats.narrow_names())
+    count = f"{made.num_low_ops} of {len(made.operations)} floating-point operations in {low or 'a low format'}"
+    return "\n".join([f"# plan for {made.variant}: {count}", *_plan_lines(captured, made)]) + "\n"
 
 
 def _plan_lines(captured: Captured, made: Plan) -> list[str]:

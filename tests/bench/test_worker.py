@@ -106,7 +106,7 @@ def test_fxamp_says_what_it_did(monkeypatch):
     assert facts.num_graphs == 1
     assert facts.fxamp is not None
     assert facts.fxamp.precisions == ("bf16",)
-    assert facts.fxamp.num_low_ops == 3
+    assert facts.fxamp.num_low_ops == 5
     assert facts.fxamp.num_own_casts >= 6
     # Each of three weights is cast once, from 4 bytes to 2, and that alone is this much.
     assert facts.fxamp.own_cast_bytes is not None

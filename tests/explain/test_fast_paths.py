@@ -237,7 +237,7 @@ def test_a_gpt():
     missed = [p for p in report.fast_paths if not p.is_taken]
     assert [(p.op, p.why) for p in missed] == [("linear", "n = 257, no multiple of 8")]
     assert "self.head(self.norm" in missed[0].code
-    assert "".join(rows(str(report))) == "linearlinearscaled_dot_product_attention"  # the last is folded
+    assert rows(str(report)) == ["linear in bf16", "linear in bf16", "scaled_dot_product_attention", "in bf16"]
 
 
 def test_a_llama_of_the_library():

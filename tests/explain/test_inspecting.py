@@ -41,7 +41,7 @@ class Golden(expecttest.TestCase):
         self.assertExpectedInline(
             re.sub(r"\.py:\d+", ".py:#", lines),
             """\
-# plan for bf16: 1 operations run in bf16
+# plan for bf16: 1 of 2 floating-point operations in bf16
 node     operation  class  in    out   where                  reason
 linear   linear     low    bf16  bf16  test_inspecting.py:#  autocast: lower-precision list
 softmax  softmax    high   fp32  fp32  test_inspecting.py:#  autocast: fp32 list
@@ -71,30 +71,30 @@ softmax  softmax    high   fp32  fp32  test_inspecting.py:#  autocast: fp32 list
         self.assertExpectedInline(report, """\
 fxamp: Amp(precision='bf16', lower='aot_eager')
 graphs
-┏━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━━━━━━━━┳━━━━━┳━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┓
-┃ graph ┃ mode     ┃ runs in ┃ operations ┃ low ┃ casts ┃ CUDA graph ┃ first line            ┃
-┡━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━╇━━━━━━━━━━━━╇━━━━━╇━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━┩
-│ 0     │ training │ bf16    │          2 │   1 │     7 │ no         │ test_inspecting.py:# │
-└───────┴──────────┴─────────┴────────────┴─────┴───────┴────────────┴───────────────────────┘
+┏━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━┳━━━━━┳━━━━━┳━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ graph ┃ mode     ┃ runs in ┃ ops ┃ low ┃ casts ┃ CUDA graph ┃ first line            ┃
+┡━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━╇━━━━━╇━━━━━╇━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━┩
+│ 0     │ training │ bf16    │   2 │   1 │     7 │ no         │ test_inspecting.py:# │
+└───────┴──────────┴─────────┴─────┴─────┴───────┴────────────┴───────────────────────┘
 operations
-┏━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
-┃ operation ┃ computes in ┃ count ┃ class ┃ why                            ┃
-┡━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
-│ linear    │ bf16        │     1 │ low   │ autocast: lower-precision list │
-│ softmax   │ fp32        │     1 │ high  │ autocast: fp32 list            │
-└───────────┴─────────────┴───────┴───────┴────────────────────────────────┘
+┏━━━━━━┳━━━━━━━┳━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ in   ┃ count ┃ operations ┃ why                            ┃
+┡━━━━━━╇━━━━━━━╇━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ bf16 │     1 │ linear     │ autocast: lower-precision list │
+├──────┼───────┼────────────┼────────────────────────────────┤
+│ fp32 │     1 │ softmax    │ autocast: fp32 list            │
+└──────┴───────┴────────────┴────────────────────────────────┘
 fast paths, as they would be on CUDA (this ran on cpu)
-┏━━━━━━━━━━━┳━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
-┃ operation ┃ in   ┃ count ┃ fast path                  ┃ where                 ┃ what to change             ┃
-┡━━━━━━━━━━━╇━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
-│ linear    │ bf16 │     1 │ missed: m = 2 and n = 4    │ test_inspecting.py:# │ compute several of them in │
-│           │      │       │ and k = 4, where matrix    │                       │ one product, if the        │
-│           │      │       │ units have tiles of 16     │                       │ program has them; it is    │
-│           │      │       │                            │                       │ bound by memory, not by    │
-│           │      │       │                            │                       │ arithmetic                 │
-└───────────┴──────┴───────┴────────────────────────────┴───────────────────────┴────────────────────────────┘
-- graph 0 (bf16): bf16 is emulated on cpu: no AVX512-BF16 or AMX instructions
-- graph 0 (bf16): CUDA graph: off (no CUDA graphs on cpu)""")
+┏━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┓
+┃ operation  ┃ where                 ┃ count ┃ fast path               ┃ what to change                     ┃
+┡━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┩
+│ linear in  │ test_inspecting.py:# │     1 │ missed: m = 2 and n = 4 │ compute several of them in one     │
+│ bf16       │                       │       │ and k = 4, where matrix │ product, if the program has them;  │
+│            │                       │       │ units have tiles of 16  │ it is bound by memory, not by      │
+│            │                       │       │                         │ arithmetic                         │
+└────────────┴───────────────────────┴───────┴─────────────────────────┴────────────────────────────────────┘
+- graph 0: bf16 is emulated on cpu: no AVX512-BF16 or AMX instructions
+- graph 0: CUDA graph: off (no CUDA graphs on cpu)""")
 
 
 def test_every_line_of_every_dump_says_its_dtype():
@@ -149,6 +149,54 @@ def test_the_report_has_fields_for_programs():
     report = inspected().report()
     assert (report.precisions, report.formats, report.num_low_ops, report.num_fallbacks) == (("bf16",), ("bf16", "fp32"), 1, 0)
     assert report.num_casts == len(report.graphs[0].variants["bf16"].casts) > 0
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The cells of a table of a report, each row as one."""
+    lines = text[text.index(f"\n{title}\n") :].splitlines()[2:]
+    lines = lines[: next(i for i, line in enumerate(lines) if line.startswith("└"))]
+    made: list[list[str]] = [[]]
+    for line in lines:
+        if line[0] in "┡├":
+            made.append([])
+        elif cells := [cell.strip() for cell in re.split("[│┃]", line)[1:-1]]:
+            made[-1] = [f"{a} {b}".strip() for a, b in zip(made[-1] or [""] * len(cells), cells, strict=True)]
+    return made
+
+
+@pytest.mark.parametrize("regions", [None, {"head": "head"}])
+def test_the_counts_of_a_report_agree(regions: dict[str, str] | None):
+    """Operations of the table of graphs, rows of the table of operations, rows of plans, and fields: in each precision."""
+    model = Fn(lambda m, x: m.head(m.body(x).relu() + x).softmax(-1), body=nn.Linear(4, 4), head=nn.Linear(4, 4))
+    amp = fxamp.Amp(ladder=("bf16", "fp32"), regions=regions, lower="aot_eager")
+    compiled = torch.compile(model, backend=amp)
+    compiled(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        compiled(torch.ones(2, 4))
+    report, text = amp.report(), str(amp.report())
+    counts: dict[str, list[int]] = {}
+    for precision, computes, count, operations, *_ in rows(text, "operations")[1:]:
+        listed = [op.partition(" x") for op in operations.split(", ")]
+        assert int(count) == sum(int(times or 1) for _, _, times in listed)
+        for rung in ("bf16", "fp32") if precision == "all" else precision.split(", "):
+            total = counts.setdefault(rung, [0, 0])
+            total[0] += int(count)
+            total[1] += int(count) * (computes == "bf16")
+    table = [row for row in rows("\n" + re.sub(r"^│ (?=0|1)", "├\n│ ", text, flags=re.M), "graphs") if row and row[0].isdigit()]
+    assert len(table) == 2 * (4 if regions else 2)
+    for rung in ("bf16", "fp32"):
+        mine = [row for row in table if row[2] == rung]
+        assert counts[rung] == [sum(int(row[3]) for row in mine), sum(int(row[4]) for row in mine)]
+        variants = [g.variants[rung] for g in report.graphs]
+        assert counts[rung][0] == sum(len(v.plan.operations) for v in variants)
+        assert counts[rung][1] == sum(v.text("plan").count("  bf16  bf16  ") for v in variants)
+    assert report.num_low_ops == counts["bf16"][1] > 0
+    assert counts["fp32"][1] == 0
+    assert report.num_casts == sum(len(g.variants["bf16"].casts) for g in report.graphs)
+    # What a ladder adds is no second leak, and no other kernel.
+    assert len(report.leaks) == len(report.graphs[0].lowest.leaks) * 2 == 2
+    assert len(report.fast_paths) == 2 * 2
+    assert text.count("no CUDA graphs on cpu") == 1
 
 
 PROGRAM = """

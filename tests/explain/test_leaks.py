@@ -63,6 +63,8 @@ def test_a_leak_is_found(fn, op: str, wide: str, origin: str):
         (lambda m, x: torch.cat([m.lin(x), torch.ones(2, 4)]), "cat"),
         (lambda m, x: m.lin(x) * torch.ones(4, 4).tril(), "mul"),
         (lambda m, x: torch.stack([m.lin(x), torch.eye(4)]), "stack"),
+        (lambda m, x: torch.cat([m.lin(x), x[:0]]), "cat"),
+        (lambda m, x: torch.cat([m.lin(x), m.table[4:] * 0.1]), "cat"),
     ],
 )
 def test_a_leak_that_loses_nothing_is_closed(fn, op: str):
@@ -91,6 +93,7 @@ def test_a_leak_that_loses_nothing_is_closed(fn, op: str):
         lambda m, x: torch.where(x > 0, m.lin(x), 0.1),
         lambda m, x: m.lin(x).softmax(-1) + x,  # fp32 by its class, not by promotion
         lambda m, x: x + m.table,
+        lambda m, x: torch.cat([m.lin(x)[:0], x]),  # nothing low is widened
     ],
 )
 def test_what_is_none_is_not_reported(fn):
