@@ -32,7 +32,7 @@ from fxamp.run import cuda_graphs, ranks, skipping, transforms, warming
 from fxamp.run.cuda_graphs import CudaGraphs
 from fxamp.run.flags import ProbedGraph
 from fxamp.run.frozen import Frozen, WeightCopies
-from fxamp.run.health import NUM_OBSERVED, Finding, broken_losses, loss_spikes
+from fxamp.run.health import NUM_OBSERVED, Finding, broken_losses, loss_spikes, nothing_known
 from fxamp.run.scaler import Scaler
 from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.variants import Precisions
@@ -482,7 +482,8 @@ class Amp:
 
     def health(self) -> tuple[Finding, ...]:
         """What ails the run: loss spikes and broken losses, where losses are observed; explosion, underflow,
-        oscillation, a scale at its floor; and skips that are calibration. Empty: nothing is known. Waits for the device.
+        oscillation, overflows, a scale at its floor; and skips that are calibration. Empty: all that is looked at is well.
+        Where nothing is, the one finding, of kind "unknown", says what to ask for. Waits for the device.
 
         Known are the last 256 losses and updates of the scale, and which gradients overflowed; with stats="overflow" also
         which operation made the first inf or NaN, forward or backward; with stats="full" also which share of each gradient's
@@ -491,10 +492,12 @@ class Amp:
         steps = self.history.steps
         broken = {step.step: step.loss for step in steps if step.overflowed is False and not math.isfinite(step.loss)}
         spikes = loss_spikes([(step.step, step.loss) for step in steps[-NUM_OBSERVED:] if step.step not in broken])
-        if steps and self._scaler is None:
-            return spikes
-        makers = self._scaling.read_silent(len(broken)) if broken else ()
-        return (*spikes, *broken_losses(broken, makers), *self._scaling.read_health())
+        if self._scaler is None:
+            return spikes if steps else (nothing_known(is_scaled=False),)
+        makers = self._scaler.read_silent(len(broken)) if broken else ()
+        found = (*spikes, *broken_losses(broken, makers), *self._scaler.read_health())
+        is_known = found or steps or self._scaler.read_num_updates()
+        return found if is_known else (nothing_known(is_scaled=True),)
 
     def when_stepped(self, schedule: Any) -> SteppedSchedule:
         """A learning-rate scheduler of torch's, whose `step()` does nothing after an optimizer step that was left out.

@@ -45,8 +45,8 @@ class Decision:
     operands: tuple[torch.dtype | None, ...]
     """For each operand, the dtype that its fp32-traced tensors must have on arrival; None: as they come."""
     computes: str
-    """Short name of the format that it computes in: the one that its floating operands have or, where an autocast of the user's
-    casts these, that of its result: "bf16", "fp32"; "-" if it has none."""
+    """Short name of the format that it computes in: the one that its floating operands have or, where an autocast of the
+    user's casts these, that of its result: "bf16", "fp32"; "-" if it has none."""
     result: torch.dtype | None
     """The dtype to cast the result to at once, None if it is handed on as computed."""
     widened_early: bool = False

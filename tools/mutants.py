@@ -325,11 +325,19 @@ MUTANTS: Final = (
         *("ELEMENTWISE", "POOLING", "RECURRENT", "LIKE_HIGH", "REDUCTIONS", "EXACT", "COMPARISONS"),
     ),
     # ---- obstacles ------------------------------------------------------------------------------------------
+    *_each(
+        "fxamp/plan.py",
+        (RULES, PLAN, FOUND),
+        ("plan: lowers what opted out", '    "opted_out": "inside autocast(enabled=False)",\n', ""),
+        (
+            "plan: lowers what stands in the user's region",
+            '    "users": "inside an autocast region of the user\'s own, which PyTorch casts",\n',
+            "",
+        ),
+    ),
     *_without_obstacles(
-        ("runs under ambient autocast", "return self.note\n"),
+        ("runs under ambient autocast", "return self.note.removesuffix(_UNTOUCHED)"),
         ("has no fp32 operand", 'return "has no fp32 operand"'),
-        ("opted out", 'return "inside autocast(enabled=False)"'),
-        ("stands in the user's region", 'return "inside an autocast region of the user\'s own, which PyTorch casts"'),
         ("writes into out=", 'return "writes into out="'),
         ("names a dtype", 'return "names a dtype"'),
         ("contracts nothing", 'return "contracts nothing: it only moves or multiplies values"'),

@@ -10,7 +10,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from fxamp.scaling import DynamicScale, Scaling
 
-Kind = Literal["calibration", "explosion", "loss spike", "broken loss", "underflow", "oscillation", "floor", "overflow"]
+Kind = Literal[
+    "calibration", "explosion", "loss spike", "broken loss", "underflow", "oscillation", "floor", "overflow", "unknown"
+]
 
 SPIKE: Final = 100.0
 """A largest gradient this many times the median of those before it is a spike: twice what fp16 has above a gradient of 2^9."""
@@ -21,6 +23,9 @@ NUM_BEFORE_SPIKE: Final = 8
 NUM_JUMPS: Final = 4
 """Falls of the scale, among the updates on record, that are an oscillation. A scale in balance falls once in a growth
 interval, by default 2000 updates."""
+
+NUM_OVERFLOWS: Final = 2
+"""Overflows, among the updates on record, at a scale that had held before, that are worth a word."""
 
 LOSS_SPIKE: Final = 10.0
 """A loss so many of its usual steps, from one loss to the next, above the median of those before is a spike."""
@@ -94,14 +99,16 @@ def findings(
     culprits = {s.name: s.num_overflows for s in worst[:5]}
     # Skips of a scale that looks for its place are no illness; they come before the first clean update on record.
     first_clean = next((i for i, u in enumerate(history) if not u.overflowed), len(history))
-    begin = first_clean if num_calibrating else 0
+    is_dynamic = isinstance(config, DynamicScale)  # another scale looks for no place
+    begin = first_clean if num_calibrating and is_dynamic else 0
     settled, scales = history[begin:], by_region or {"": history}
     found = [
         *(_in_region(name, _floor(config, updates[begin:], culprits)) for name, updates in scales.items()),
         _explosion(settled, culprits),
         _underflow(slots, share_by_operation),
         *(_in_region(name, _oscillation(config, updates[begin:], culprits)) for name, updates in scales.items()),
-        _calibration(num_calibrating, is_over=first_clean < len(history)),
+        _overflows(config, settled, culprits),
+        _calibration(num_calibrating if is_dynamic else 0, is_over=first_clean < len(history)),
     ]
     return tuple(finding for finding in found if finding is not None)
 
@@ -123,6 +130,55 @@ def _floor(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, in
         what=f"gradients overflowed {len(at_floor)} times at the floor of the scale, {floor:g}",
         evidence={"num_overflows": len(at_floor), "gradients": culprits},
         way_out=f"{AT_FLOOR}: keep what overflows in fp32 by policy={{...}}",
+    )
+
+
+def _overflows(config: Scaling, settled: Sequence[Update], culprits: Mapping[str, int]) -> Finding | None:
+    """Those that are no search for the largest scale, which ends with an overflow, and are too few for an oscillation."""
+    bad = [update.scale for update in settled if update.overflowed]
+    how = "at a loss scale that stays"
+    if isinstance(config, DynamicScale):
+        if len(bad) >= NUM_JUMPS or config.floor in bad:
+            return None
+        how, bad = "at a loss scale that had held before", _where_it_had_held(settled)
+        bad = bad if len(bad) >= NUM_OVERFLOWS else []
+    if not bad:
+        return None
+    names = ", ".join(list(culprits)[:NUM_NAMED]) + (" and others" if len(culprits) > NUM_NAMED else "")
+    return Finding(
+        kind="overflow",
+        what=f"gradients{f' of {names}' if names else ''} overflowed in {len(bad)} of the last {len(settled)} updates, {how}, "
+        "and these steps were left out",
+        evidence={"num_overflows": len(bad), "num_updates": len(settled), "scales": (min(bad), max(bad)),
+                  "gradients": culprits},
+        way_out="stats='overflow' names the operation, module and line that make the first inf or NaN",
+    )  # fmt: skip
+
+
+def _where_it_had_held(settled: Sequence[Update]) -> list[float]:
+    """The scales of overflows that are no larger than one without an overflow before."""
+    held, scales = 0.0, list[float]()
+    for update in settled:
+        if not update.overflowed:
+            held = max(held, update.scale)
+        elif update.scale <= held:
+            scales.append(update.scale)
+    return scales
+
+
+def nothing_known(*, is_scaled: bool) -> Finding:
+    """What to say where nobody has counted anything yet."""
+    if is_scaled:
+        return Finding(
+            kind="unknown",
+            what="no update of the loss scale is on record yet: nothing is known of gradients",
+            way_out="Attach the optimizer, amp.attach(optimizer), and take a step",
+        )
+    return Finding(
+        kind="unknown",
+        what="gradients are not scaled, so nobody looks at them, and no loss was observed: nothing is known of this run",
+        way_out="amp.observe(loss), once a step, tells of spikes and broken losses; scaling=1.0 with stats='overflow' names "
+        "what makes an inf or a NaN, in any precision",
     )
 
 

@@ -536,7 +536,13 @@ class Scaler:
         named = culprits.findings(sightings, run)
         if any(culprits.is_older(finding, num_calibrating) for finding in named):  # the scale was not all that was wrong
             whole = tuple(finding for finding in whole if finding.kind != "calibration")
+        if named:  # which say more
+            whole = tuple(finding for finding in whole if finding.kind != "overflow")
         return whole + named
+
+    def read_num_updates(self) -> int:
+        """Updates of the scale so far. Waits for the device."""
+        return int(self.state().num_updates)
 
     def read_silent(self, num_updates: int) -> tuple[str, ...]:
         """See `culprits.silent`. Waits for the device."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import fxamp
-from fxamp import DynamicScale
+from fxamp import DynamicScale, StaticScale
 from fxamp.run.health import Finding, Slot, Update, findings
 from tests.programs import Fn
 
@@ -37,6 +37,31 @@ def test_frequent_falls_are_an_oscillation():
     assert finding.evidence["num_overflows"] == 4
     assert finding.evidence["scales"] == (1024.0, 2048.0)
     assert finding.evidence["gradients"] == {"head.weight": 4}
+
+
+def test_overflows_at_a_scale_that_had_held_are_counted():
+    finding = found([GOOD] * 10 + [BAD] + [GOOD] * 5 + [BAD] + [GOOD], [Slot("head.weight", 2, 0, None)])["overflow"]
+    assert finding.evidence["num_overflows"] == 2
+    assert "gradients of head.weight overflowed in 2 of the last 18 updates" in finding.what
+    assert "stats='overflow'" in finding.way_out
+
+
+def test_an_overflow_that_ends_a_growth_is_none():
+    higher = BAD._replace(scale=2048.0)
+    assert found([GOOD] * 10 + [higher] + [GOOD] * 5 + [higher] + [GOOD]) == {}
+
+
+def test_overflows_under_a_scale_that_stays_are_counted_whenever_they_come():
+    held = findings(StaticScale(value=1024.0), [BAD, BAD, GOOD], [], 2)
+    assert [f.kind for f in held] == ["overflow"]
+    assert "calibration" not in {f.kind for f in findings(StaticScale(value=1024.0), [BAD], [], 1)}
+
+
+def test_what_says_more_is_said_once():
+    for more in ([BAD] * 4, [BAD._replace(scale=1.0)] * 2):
+        kinds = found([GOOD, *more, GOOD])
+        assert "overflow" not in kinds
+        assert kinds
 
 
 def test_a_jump_of_the_gradient_is_an_explosion():
@@ -107,6 +132,38 @@ def test_a_run_that_underflows(stats: str | None):
         assert finding.evidence["share_lost"]["body.weight"] > 0.5
     else:
         assert finding.evidence["num_updates_lost"]["body.weight"] == 3
+
+
+def test_two_bad_batches_are_told_of_and_who_asks_for_more_gets_more():
+    for stats in (None, "overflow"):
+        amp = fxamp.Amp(precision="fp16", lower="aot_eager", stats=stats)
+        train(amp, model(), [1.0, math.inf, 1.0, math.inf, 1.0])
+        told = [finding for finding in amp.health() if finding.kind == "overflow"]
+        assert amp.read_skipped_steps() == 2
+        assert [("operation" in finding.evidence) for finding in told] == ([False] if stats is None else [True] * len(told))
+        assert len(told) >= 1
+        if stats is None:
+            assert told[0].evidence["num_overflows"] == 2
+            assert "body.weight" in told[0].evidence["gradients"]
+            assert "overflow" in str(amp.report())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_asking_never_raises_and_says_what_is_missing(precision: str):
+    amp = fxamp.Amp(precision=precision, lower="aot_eager")
+    (finding,) = amp.health()
+    assert finding.kind == "unknown"
+    train(amp, model(), [1.0, 1.0])
+    if precision == "fp16":
+        assert "amp.attach(optimizer)" in finding.way_out
+        assert amp.health() == ()
+        return
+    assert amp.health() == (finding,)
+    assert "amp.observe(loss)" in finding.way_out
+    assert "stats='overflow'" in finding.way_out
+    for _ in range(16):  # the newest are still on their way
+        amp.observe(1.0)
+    assert amp.health() == ()
 
 
 def test_what_the_scale_saves_is_no_underflow():
