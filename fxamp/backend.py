@@ -205,6 +205,9 @@ class Amp:
         directory = os.environ.get("FXAMP_DUMP")
         if directory:
             record.dump(Path(directory))
+        if record.index == 0:
+            for told in explain_rules.misspelt(self.options.policy, (record.lowest,)):
+                warnings.warn(f"policy: {told}", FxampWarning, stacklevel=2)
 
     def _note(self, text: str) -> None:
         """Puts a note into the report and, the first time, into a warning."""
@@ -273,7 +276,7 @@ class Amp:
         """
         from fxamp.explain import kernels  # `import fxamp` stays light
 
-        if not callable(step) or steps < 1:
+        if not callable(step) or not isinstance(steps, int) or steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"profile({step!r}, steps={steps})", way_out="Give it a function without arguments, and a number of steps"
             )
@@ -505,9 +508,17 @@ class Amp:
         The host learns of it `LAG_STEPS` (8) steps later on an accelerator, at once on the CPU, and never waits for the last
         step: until then the schedule is ahead by one, then it stands still for one.
 
-        Raises: InvalidOption if the scheduler's optimizer is not attached.
+        Without loss scaling no step is left out, and it steps as it always does.
+
+        Raises: InvalidOption for what is no scheduler, or if its optimizer is not attached.
         """
-        return self._scaling.when_stepped(schedule)
+        optimizer = getattr(schedule, "optimizer", None)
+        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(getattr(schedule, "step", None)):
+            raise errors.InvalidOption(
+                f"when_stepped() was given a {type(schedule).__name__}",
+                way_out="Give it a scheduler of torch.optim.lr_scheduler, or one that has its `optimizer` and `step()` too",
+            )
+        return SteppedSchedule(schedule, None) if self._scaler is None else self._scaler.when_stepped(schedule)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain Python: {"scaling": ..., "scheduler": ...}, without what there is not. Waits
@@ -522,6 +533,11 @@ class Amp:
         Raises: InvalidOption for a state that is neither, or is of a run with a scheduler where there is none; NeedsScaling
         where gradients are not scaled, and the state's are.
         """
+        if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.InvalidOption(
+                f"load_state_dict() was given a {type(state).__name__}",
+                way_out="Give it what state_dict() of an Amp has returned",
+            )
         rest = {name: part for name, part in state.items() if name != "scheduler"}
         if len(rest) < len(state) and self.options.scheduler is None:
             raise errors.InvalidOption(

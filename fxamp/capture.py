@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, Final, Literal
 
@@ -46,8 +47,8 @@ class Facts:
     """Path of the module it was called in, relative to the compiled module (of a compiled function: to the module that it
     calls); "" at the top."""
     where: str
-    """The user's line, "train.py:33". Where only torch's own code calls (an nn.Sequential compiled by itself): the module,
-    "0 (Linear)". "" if Dynamo knows neither."""
+    """The user's line, "train.py:33". Where only torch's own code calls (an nn.Sequential compiled by itself, or in a train
+    step): the module, "0 (Linear)", or its class, if it is the whole. "" if Dynamo knows neither."""
     code: str
     """The text of that line; "" for a module."""
     region: Region
@@ -391,7 +392,8 @@ def source_line(node: fx.Node) -> tuple[str, str]:
     if line is None:
         stack = node.meta.get("nn_module_stack")
         owner = list(stack.values())[-1][1] if stack else None
-        return (f"{module_path(node)} ({getattr(owner, '__name__', owner)})".strip(), "") if owner else ("", "")
+        name, path = getattr(owner, "__name__", owner), module_path(node)
+        return (f"{path} ({name})" if path else str(name), "") if owner else ("", "")
     return line
 
 
@@ -401,12 +403,25 @@ def line_of(trace: str) -> str:
     return "" if line is None else line[0]
 
 
+STEPS: Final = f"{Path(__file__).parent / 'run'}/"
+"""Where fxamp itself calls model and loss, in a train step."""
+
+
+@functools.cache
+def _nobodys() -> tuple[str, ...]:
+    """Where the code lies that no user has written: PyTorch's, and what calls models here."""
+    return f"{Path(torch.__file__).parent}/", STEPS
+
+
 @functools.lru_cache(maxsize=1024)  # the layers of a stack have equal traces, and a long text takes long to search
 def _innermost(trace: str) -> tuple[str, str] | None:
     frames = list(_FRAME.finditer(trace))
     if not frames:
         return None
-    users = [f for f in frames if "/torch/nn/" not in f["file"]] or frames
+    users = [f for f in frames if not f["file"].startswith(_nobodys())]
+    if not users and any(f["file"].startswith(STEPS) for f in frames):
+        return None
+    users = users or frames
     return f"{users[-1]['file'].rsplit('/', 1)[-1]}:{users[-1]['line']}", users[-1]["code"].strip()
 
 

@@ -42,14 +42,15 @@ def directional_curvature(
             that of the gradients at half an update to either side: cheaper, and for losses that forward mode cannot go
             through (an autograd.Function without `jvp`). Both compute attention by its plain formula.
     Returns: a tensor of one number, [], on the device of the loss; nothing waits.
-    Raises: InvalidOption for a compiled module, or an update of other names or shapes; UnknownOption for another method.
+    Raises: InvalidOption for what is no module, a compiled one, what cannot be called, and an update of other names or shapes;
+    UnknownOption for another method.
     """
     from torch import func
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if method not in METHODS:
         raise errors.unknown("method", method, METHODS)
-    _check(model, update)
+    _check(model, closure, update)
     here = {name: p.detach() for name, p in model.named_parameters()}
     ahead = {name: update[name].detach() if name in update else torch.zeros_like(p) for name, p in here.items()}
     devices = {p.device for p in here.values() if p.device.type == "cuda"}
@@ -91,7 +92,18 @@ class _Closing(nn.Module):
         return self._closure()
 
 
-def _check(model: nn.Module, update: Mapping[str, Tensor]) -> None:
+def _check(model: nn.Module, closure: Callable[[], Tensor], update: Mapping[str, Tensor]) -> None:
+    if not isinstance(model, nn.Module) or not callable(closure):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.InvalidOption(
+            f"directional_curvature() was given a {type(model).__name__} as its model and a {type(closure).__name__} as its "
+            "closure",
+            way_out="It takes (model, closure, update); the closure computes the loss, lambda: criterion(model(x), y)",
+        )
+    if not isinstance(update, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.InvalidOption(
+            f"directional_curvature() was given a {type(update).__name__} as its update",
+            way_out="Give {name: parameter now - parameter before} over model.named_parameters()",
+        )
     if hasattr(model, "_orig_mod"):
         raise errors.InvalidOption(
             "directional_curvature() was given a compiled module, which cannot be differentiated twice",
@@ -99,9 +111,10 @@ def _check(model: nn.Module, update: Mapping[str, Tensor]) -> None:
         )
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for name, tensor in update.items():
-        if shapes.get(name) != tensor.shape:
+        if not isinstance(tensor, Tensor) or shapes.get(name) != tensor.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+            has = f"has shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"is a {type(tensor).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
             wanted = f"has {list(shapes[name])}" if name in shapes else "is no parameter"
             raise errors.InvalidOption(
-                f"an update of {name!r} has shape {list(tensor.shape)}, and {name!r} {wanted}",
+                f"an update of {name!r} {has}, and {name!r} {wanted}",
                 way_out="Give {name: parameter now - parameter before} over model.named_parameters()",
             )

@@ -30,6 +30,11 @@ NAMES: Final = MappingProxyType(
 """dtype -> the short name that dumps and reports use."""
 
 
+def is_number(value: object) -> bool:
+    """Is it a number of Python's? True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def name(dtype: torch.dtype) -> str:
     """Short name of a dtype: "bf16", "fp32", "int64"."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -413,7 +413,7 @@ def _obstacles(scheduler: Any, partitions: Sequence[Any], signatures: Sequence[A
             reason = scheduler.should_partition(node)
             computed = [part.node for part in node.get_nodes() if part.node is not None]
             origins = [origin for ir_node in computed for origin in ir_node.origins]
-            lines = (capture.line_of(origin.meta.get("stack_trace") or "") for origin in origins)
+            lines = (capture.source_line(origin)[0] for origin in origins)
             if reason:
                 yield str(reason), next(filter(None, lines), "")
 

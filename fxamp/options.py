@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -87,6 +88,7 @@ class Options:
         policy: Any = self.policy  # what people give is not what it becomes
         object.__setattr__(self, "policy", Policy.of(Policy() if policy is None else policy).with_regions(self.regions or {}))
         self.policy.check_regions()
+        object.__setattr__(self, "ladder", _rungs(self.ladder))
         object.__setattr__(self, "relaxed", _names(self.relaxed))
         _check_choices(self)
         _check_landed(self)
@@ -131,6 +133,16 @@ class Options:
         return tuple((f.name, str(getattr(self, f.name))) for f in fields(self))
 
 
+def _rungs(ladder: Any) -> tuple[str, ...] | None:
+    """What `ladder` says, as a tuple. Raises: InvalidOption for what holds no precisions in an order."""
+    if ladder is None or (isinstance(ladder, (tuple, list)) and len(ladder) > 1):
+        return None if ladder is None else tuple(ladder)
+    raise errors.InvalidOption(
+        f"ladder={ladder!r} has no precisions to change between, one after another",
+        way_out="Name two precisions or more, the lowest first: ladder=('fp16', 'fp32')",
+    )
+
+
 def _names(relaxed: Any) -> tuple[str, ...]:
     """What `relaxed` says, as names. Raises: InvalidOption for what holds none."""
     if isinstance(relaxed, str):
@@ -170,14 +182,10 @@ def _check_choices(options: Options) -> None:
             way_out="A ladder names all precisions: leave precision out",
         )
     known = options.scaling in ("auto", "dynamic", None)
-    if not (known or isinstance(options.scaling, (float, DynamicScale, StaticScale))):
-        raise errors.unknown("scaling", options.scaling, ("auto", "dynamic", "None", "a float", "a DynamicScale"))
-    if options.ladder is not None and (isinstance(options.ladder, str) or len(options.ladder) < 2):
-        raise errors.InvalidOption(
-            f"ladder={options.ladder!r} has nothing to switch between",
-            way_out="Name two precisions or more, the lowest first: ladder=('fp16', 'fp32')",
-        )
+    if not (known or formats.is_number(options.scaling) or isinstance(options.scaling, (DynamicScale, StaticScale))):
+        raise errors.unknown("scaling", options.scaling, ("auto", "dynamic", "None", "a number", "a DynamicScale"))
     _check_scheduler(options)
+    _check_group(options)
     if options.on_overflow == "retry" and len(options.rungs.rungs) == 1:
         raise errors.InvalidOption(
             "on_overflow='retry', and there is no higher precision", way_out="Give a ladder=('fp16', 'fp32')"
@@ -218,10 +226,39 @@ def _check_scheduler(options: Options) -> None:
             f"scheduler={scheduler!r} has no decide(signal, state)",
             way_out="Give an object that has, such as fxamp.CurvatureScheduler()",
         )
+    parameters = inspect.signature(scheduler.decide)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        parameters.bind(None, None)
+    except TypeError as error:
+        names = ", ".join(parameters.parameters)
+        raise errors.InvalidOption(
+            f"decide({names}) of {type(scheduler).__name__} cannot be called with a signal and a state: {error}",
+            way_out="Define decide(self, signal, state), which returns (fxamp.Decision, state)",
+        ) from None
+    from fxamp.scheduler import FixedSchedule  # `import fxamp` stays light
+
+    if isinstance(scheduler, FixedSchedule) and isinstance(scheduler.steps, Mapping):
+        for precision in scheduler.steps.values():
+            by_region = {None: precision} if isinstance(precision, str) else precision
+            for region, name in by_region.items():
+                options.rungs.check(name)
+                options.rungs.named(region)
     if options.ladder is None and options.precision == "fp32":
         raise errors.InvalidOption(
             "a scheduler has nothing to change between in precision='fp32'",
             way_out="Give the lower precision, precision='bf16', or a ladder=('bf16', 'fp32')",
+        )
+
+
+def _check_group(options: Options) -> None:
+    if options.process_group is None:
+        return
+    from torch import distributed
+
+    if distributed.is_available() and not isinstance(options.process_group, distributed.ProcessGroup):
+        raise errors.InvalidOption(
+            f"process_group={options.process_group!r} is no process group",
+            way_out="Give torch.distributed.new_group(...), mesh.get_group(), or None for the default group",
         )
 
 

@@ -7,8 +7,9 @@ preset's class stands. docs/policy.md has the long form.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -109,7 +110,7 @@ class Rule:
             raise errors.unknown("kind of policy rule", self.kind, KINDS)
         if self.precision not in RULE_PRECISIONS:
             raise errors.unknown(f"precision in the policy rule for {self.pattern!r}", self.precision, RULE_PRECISIONS)
-        if not _is_writable(self.pattern):
+        if not isinstance(self.pattern, str) or not _is_writable(self.pattern):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"policy rule {self.kind}:{self.pattern}={self.precision} has a pattern that cannot be written down",
                 way_out="A pattern is not empty, holds no ';' or '=', does not begin with ':', and has no blank at either end",
@@ -189,11 +190,30 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
+            if "=" in str(self.preset):
+                raise errors.InvalidOption(
+                    f"the text of a policy begins with {self.preset!r}",
+                    way_out="A preset comes first: 'autocast; op:softmax=fp32'",
+                )
             raise errors.unknown("policy preset", self.preset, PRESETS)
-        object.__setattr__(self, "rules", tuple(self.rules))
-        object.__setattr__(self, "regions", tuple(self.regions))
+        rules: Any = self.rules  # what people give is not what it becomes
+        if not isinstance(rules, (tuple, list)) or not all(isinstance(rule, Rule) for rule in rules):
+            raise errors.InvalidOption(
+                f"a Policy with rules={rules!r}",
+                way_out="Rules are fxamp.Rule(kind='op', pattern='softmax', precision='fp32'); Policy.of({'softmax': 'fp32'}) "
+                "and Policy.parse('autocast; op:softmax=fp32') make them",
+            )
+        regions: Any = self.regions.items() if isinstance(self.regions, Mapping) else self.regions
+        if isinstance(regions, str) or not isinstance(regions, Iterable) or any(len(pair) != 2 for pair in regions):
+            raise errors.InvalidOption(
+                f"a Policy with regions={regions!r}",
+                way_out="Give (name, glob of module paths) of each: (('early', 'layers.[0-3]'),)",
+            )
+        object.__setattr__(self, "rules", tuple(rules))
+        object.__setattr__(self, "regions", tuple((name, pattern) for name, pattern in regions))
         for name, pattern in self.regions:
-            if not name.isidentifier() or name in KINDS or not _is_writable(pattern):
+            are_texts = isinstance(name, str) and isinstance(pattern, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if not are_texts or not name.isidentifier() or name in KINDS or not _is_writable(pattern):
                 raise errors.InvalidOption(
                     f"region {name!r} = {pattern!r} cannot be written down",
                     way_out="A region has an identifier for a name, which is no kind of rule, and a glob of module paths",
@@ -217,6 +237,8 @@ class Policy:
 
         Raises: UnknownOption for a preset, kind or precision that does not exist; InvalidOption for bad syntax.
         """
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.InvalidOption(f"Policy.parse({text!r})", way_out="Give it a text: 'autocast; op:softmax=fp32'")
         preset, *lines = (part.strip() for part in text.split(";"))
         rules, regions = list[Rule](), list[tuple[str, str]]()
         for line in lines:
@@ -248,6 +270,12 @@ class Policy:
             return _from_toml(Path(source))
         if isinstance(source, str):
             return Policy.parse(source)
+        if not isinstance(source, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise errors.InvalidOption(
+                f"policy={source!r}",
+                way_out=f"Give a preset ({', '.join(PRESETS)}), rules {{'softmax': 'fp32', 'layers.0.*': 'low'}}, the path of "
+                "a TOML file, or a fxamp.Policy(...)",
+            )
         return Policy(rules=_rules(source))
 
     def with_regions(self, regions: Mapping[str, str]) -> Policy:
@@ -372,6 +400,12 @@ def _texts(table: Any) -> dict[str, str]:
 def _rules(lines: Mapping[str, str]) -> tuple[Rule, ...]:
     made: list[Rule] = []
     for key, precision in lines.items():
+        if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            name = getattr(key, "__name__", "softmax")
+            raise errors.InvalidOption(
+                f"a policy with the key {key!r}",
+                way_out=f"Name what it speaks of: {f'class:{name}' if inspect.isclass(key) else name!r}",
+            )
         kind, pattern = _kind_of(key)
         made.append(Rule(kind=kind, pattern=pattern, precision=precision))
     return tuple(made)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 from fxamp import errors
+from fxamp.formats import is_number
 
 UNATTACHED: Final = 2.0**8
 """A scale that has to do as it is: in the middle between the numbers 2^16 where fp16 ends and 2^-14 where it loses precision,
@@ -49,6 +50,12 @@ class DynamicScale:
 
     def __post_init__(self) -> None:
         positive = {"init": self.init, "floor": self.floor, "cap": self.cap}
+        numbers = {**positive, "growth_factor": self.growth_factor, "backoff_factor": self.backoff_factor}
+        for name, value in {
+            **numbers, "growth_interval_steps": self.growth_interval_steps, "hysteresis_steps": self.hysteresis_steps
+        }.items():  # fmt: skip
+            _require(is_number(value), f"{name}={value!r}", "It has to be a number")
+        _require(isinstance(self.per_region, bool), f"per_region={self.per_region!r}", "It is True or False")  # pyright: ignore[reportUnnecessaryIsInstance]
         for name, value in positive.items():
             _require(value > 0, f"{name}={value!r}", "It has to be positive")
         _require(math.isfinite(self.init), f"init={self.init!r}", "It has to be finite")
@@ -74,7 +81,8 @@ class StaticScale:
     value: float
 
     def __post_init__(self) -> None:
-        _require(math.isfinite(self.value) and self.value > 0, f"{self.value!r}", "It has to be positive and finite")
+        is_fine = is_number(self.value) and math.isfinite(self.value) and self.value > 0
+        _require(is_fine, f"{self.value!r}", "It has to be positive and finite")
 
 
 Scaling = DynamicScale | StaticScale
@@ -91,7 +99,7 @@ def resolve(scaling: str | float | Scaling | None, precisions: Collection[str]) 
         return DynamicScale() if "fp16" in precisions else None
     if scaling == "dynamic":
         return DynamicScale()
-    if isinstance(scaling, float):
-        return StaticScale(value=scaling)
+    if isinstance(scaling, (int, float)):
+        return StaticScale(value=float(scaling))
     assert scaling is None or isinstance(scaling, (DynamicScale, StaticScale)), scaling
     return scaling

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from fxamp import errors
+from fxamp.formats import is_number
 
 NUM_LOSSES: Final = 256
 """Losses that a `Signal` remembers."""
@@ -52,12 +53,34 @@ class Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The precision of the next step."""
+    """The precision of the next step. Raises, when built: InvalidOption for what are no names."""
 
     precision: str | Mapping[str, str]
     """Of each region; a region that is left out keeps its own. One name stands for all regions."""
     reason: str = ""
     """In words, with the numbers."""
+
+    def __post_init__(self) -> None:
+        given: object = self.precision
+        names = list(given.values()) if isinstance(given, Mapping) else [given]
+        fields: list[tuple[str, object]] = [*(("precision", name) for name in names), ("reason", self.reason)]
+        for field_name, value in fields:
+            if not isinstance(value, str):
+                raise errors.InvalidOption(
+                    f"a Decision with {field_name}={value!r}",
+                    way_out="Its precision is the name of one on the ladder, or {region: name}, and its reason a text",
+                )
+
+
+def decided(scheduler: object, answer: object) -> tuple[Decision, Any]:
+    """What `decide` has returned. Raises: InvalidOption if that is no decision with a state."""
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Decision):
+        return answer
+    raise errors.InvalidOption(
+        f"decide() of {type(scheduler).__name__} returned {answer!r}",
+        way_out="Return a decision and the state for the next call: fxamp.Decision(precision=signal.ladder[-1], reason='...')"
+        ", state",
+    )
 
 
 class Scheduler(Protocol):
@@ -150,12 +173,14 @@ class CurvatureScheduler:
     """Let overflows and gradients of a region raise that region alone. The loss raises all of them."""
 
     def __post_init__(self) -> None:
+        for name in ("relative", "per_region"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "It is True or False")
         _require(_is_positive(self.threshold), "threshold", self.threshold, "It has to be positive and finite")
         if self.relative:
             what = "With relative=True it is a multiple of what is usual: it has to be above 1"
             _require(self.threshold > 1, "threshold", self.threshold, what)
         if self.lower_threshold is not None:
-            within = 0 < self.lower_threshold <= self.threshold
+            within = is_number(self.lower_threshold) and 0 < self.lower_threshold <= self.threshold
             _require(within, "lower_threshold", self.lower_threshold, f"It has to be in (0, {self.threshold:g}]")
         bounds = {
             "history_steps": (3, NUM_LOSSES), "min_steps": (3, self.history_steps),
@@ -163,11 +188,13 @@ class CurvatureScheduler:
         }  # fmt: skip
         for name, (low, high) in bounds.items():
             steps = getattr(self, name)
-            is_whole = isinstance(steps, int) and low <= steps <= high
+            is_whole = isinstance(steps, int) and is_number(steps) and low <= steps <= high
             _require(is_whole, name, steps, f"It has to be a whole number in [{low}, {high:g}]")
         rate, ratio = self.overflow_rate_limit, self.gradient_ratio_limit
-        _require(rate is None or 0 < rate <= 1, "overflow_rate_limit", rate, "It has to be in (0, 1], or None")
-        _require(ratio is None or ratio > 1, "gradient_ratio_limit", ratio, "It has to be above 1, or None")
+        is_rate = rate is None or (is_number(rate) and 0 < rate <= 1)
+        _require(is_rate, "overflow_rate_limit", rate, "It has to be in (0, 1], or None")
+        is_ratio = ratio is None or (is_number(ratio) and ratio > 1)
+        _require(is_ratio, "gradient_ratio_limit", ratio, "It has to be above 1, or None")
 
     def decide(self, signal: Signal, state: CurvatureState | Mapping[str, Any] | None, /) -> tuple[Decision, CurvatureState]:
         """See `Scheduler`."""
@@ -256,10 +283,14 @@ class FixedSchedule:
     steps: Mapping[int, str | Mapping[str, str]] | Callable[[int], str | Mapping[str, str]]
 
     def __post_init__(self) -> None:
+        given: object = self.steps
+        is_either = isinstance(given, Mapping) or (callable(given) and not isinstance(given, type))
+        _require(is_either, "steps", given, "Give {0: 'fp32', 1000: 'fp16'}, or a function of the step")
         if isinstance(self.steps, Mapping):
-            for step in self.steps:
+            for step, precision in self.steps.items():
                 is_step = isinstance(step, int) and step >= 0  # pyright: ignore[reportUnnecessaryIsInstance]
                 _require(is_step, "step", step, "Steps are whole numbers from 0 on")
+                Decision(precision=precision)
             _require(0 in self.steps, "steps", dict(self.steps), "It has to say what step 0 runs in")
 
     def decide(self, signal: Signal, state: None = None, /) -> tuple[Decision, None]:
@@ -271,7 +302,7 @@ class FixedSchedule:
 
 
 def _is_positive(number: float) -> bool:
-    return math.isfinite(number) and number > 0
+    return is_number(number) and math.isfinite(number) and number > 0
 
 
 def _require(holds: bool, name: str, value: object, way_out: str) -> None:

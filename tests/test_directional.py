@@ -84,6 +84,9 @@ def test_it_is_the_second_difference_of_the_loss_along_the_update():
     [
         ({"bias": torch.ones(3)}, "an update of 'bias' has shape [3], and 'bias' has [1]"),
         ({"other": torch.ones(1)}, "an update of 'other' has shape [1], and 'other' is no parameter"),
+        ({"bias": 1.0}, "an update of 'bias' is a float, and 'bias' has [1]"),
+        ([torch.ones(1)], "was given a list as its update"),
+        (None, "was given a NoneType as its update"),
     ],
 )
 def test_an_update_has_to_fit(update: dict[str, torch.Tensor], text: str):
@@ -91,6 +94,13 @@ def test_an_update_has_to_fit(update: dict[str, torch.Tensor], text: str):
     with pytest.raises(errors.InvalidOption) as caught:
         directional_curvature(model, lambda: model(torch.ones(1, 2)).sum(), update)
     assert text in str(caught.value)
+
+
+def test_what_is_measured_is_a_module_and_a_closure():
+    model = nn.Linear(2, 1)
+    for wrong in ((model.forward, lambda: model(torch.ones(1, 2)).sum()), (model, model(torch.ones(1, 2)).sum())):
+        with pytest.raises(errors.InvalidOption, match=r"It takes \(model, closure, update\)"):
+            directional_curvature(*wrong, {})  # pyright: ignore[reportArgumentType]
 
 
 def test_a_compiled_module_is_refused():

@@ -27,6 +27,12 @@ def test_every_option_is_documented():
         assert source[declaration:].split("\n", 2)[2].lstrip().startswith('"""'), f.name
 
 
+class Deaf:
+    """A scheduler that takes nothing in."""
+
+    def decide(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -58,7 +64,7 @@ def test_every_option_is_documented():
          "ERROR[InvalidOption]: gradients are scaled in the joint graph, and lower='eager' has none. Use lower='inductor' or "
          "'aot_eager', or scaling=None"),
         ({"scaling": "dynamik"}, errors.UnknownOption,
-         "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a float, "
+         "ERROR[UnknownOption]: unknown scaling 'dynamik'. Did you mean 'dynamic'? Known: auto, dynamic, None, a number, "
          "a DynamicScale"),
         ({"relaxed": True}, errors.InvalidOption,
          "ERROR[InvalidOption]: relaxed=True. Name the passes that you want, of min_cut, low_residual, attention_masks, "
@@ -67,9 +73,24 @@ def test_every_option_is_documented():
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
         ({"ladder": ("bf16", "fp8")}, errors.NotYet,
          "ERROR[NotYet]: precision='fp8' is not implemented yet. Use 'bf16', 'tf32' or 'fp32'"),
-        ({"ladder": ("bf16",)}, errors.InvalidOption,
-         "ERROR[InvalidOption]: ladder=('bf16',) has nothing to switch between. Name two precisions or more, the lowest "
-         "first: ladder=('fp16', 'fp32')"),
+        *(({"ladder": ladder}, errors.InvalidOption,
+           f"ERROR[InvalidOption]: ladder={ladder!r} has no precisions to change between, one after another. Name two "
+           "precisions or more, the lowest first: ladder=('fp16', 'fp32')")
+          for ladder in (("bf16",), (), "fp16,fp32", "fp16", 3, {"bf16": 1, "fp32": 2})),
+        *(({"precision": "bf16", "process_group": group}, errors.InvalidOption,
+           f"ERROR[InvalidOption]: process_group={group!r} is no process group. Give torch.distributed.new_group(...), "
+           "mesh.get_group(), or None for the default group") for group in ("gloo", 0)),
+        ({"ladder": ("bf16", "fp32"), "regions": {"head": 3}}, errors.InvalidOption,
+         "ERROR[InvalidOption]: region 'head' = 3 cannot be written down. A region has an identifier for a name, which is no "
+         "kind of rule, and a glob of module paths"),
+        ({"precision": "bf16", "scheduler": fxamp.FixedSchedule({0: "fp32", 1000: "fp16"})}, errors.UnknownOption,
+         "ERROR[UnknownOption]: precision 'fp16' is not on the ladder ('bf16', 'fp32'). All that a run changes between is "
+         "compiled ahead: name it in ladder=(...) when the Amp is made"),
+        ({"precision": "bf16", "scheduler": fxamp.FixedSchedule({0: {"hed": "fp32"}})}, errors.UnknownOption,
+         "ERROR[UnknownOption]: unknown region 'hed'. Known: model"),
+        ({"precision": "bf16", "scheduler": Deaf()}, errors.InvalidOption,
+         "ERROR[InvalidOption]: decide() of Deaf cannot be called with a signal and a state: too many positional arguments. "
+         "Define decide(self, signal, state), which returns (fxamp.Decision, state)"),
         ({"ladder": ("fp32", "bf16")}, errors.InvalidOption,
          "ERROR[InvalidOption]: the ladder ('fp32', 'bf16') does not go up. Name each precision once, the lowest first: "
          "('fp16', 'fp32')"),
@@ -90,6 +111,15 @@ def test_a_bad_option_says_what_to_do(given: dict[str, object], error: type[Exce
     with pytest.raises(error) as caught:
         fxamp.Amp(**given)
     assert str(caught.value) == text
+
+
+def test_lists_and_whole_numbers_will_do():
+    assert fxamp.shared(ladder=["bf16", "fp32"]) is fxamp.shared(ladder=("bf16", "fp32"))
+    amp = fxamp.Amp(precision="fp16", scaling=1024)
+    assert amp.read_loss_scale() == fxamp.Amp(precision="fp16", scaling=1024.0).read_loss_scale() == 1024.0
+    for flag in (True, False):
+        with pytest.raises(errors.UnknownOption, match="unknown scaling"):
+            fxamp.Amp(precision="fp16", scaling=flag)
 
 
 def test_none_is_the_default_of_what_has_no_other():

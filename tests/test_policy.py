@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import fxamp
 from fxamp import Policy, Rule, errors, optable
+from fxamp.explain.report import Report
 from fxamp.optable import OpClass
 from fxamp.policy import KINDS, PRESETS, RULE_PRECISIONS
 from tests.programs import Attention, Fn, planned, relative_error, step
@@ -106,11 +107,47 @@ def test_a_modules_rule_leaves_unlisted_operations_alone():
         ("autocast; op:softmax", errors.InvalidOption, "Write 'op:softmax=bf16'"),
         ("autocast; layer:x=bf16", errors.UnknownOption, "Known: op, module, class, region"),
         ({"softmax": "int8"}, errors.UnknownOption, "Known: low, fp32, bf16, fp16, keep"),
+        ("softmax=fp32", errors.InvalidOption, "A preset comes first: 'autocast; op:softmax=fp32'"),
+        (3, errors.InvalidOption, "Give a preset (autocast, conservative, matmul_only, pure)"),
+        ([("softmax", "fp32")], errors.InvalidOption, "rules {'softmax': 'fp32', 'layers.0.*': 'low'}"),
+        (Policy, errors.InvalidOption, "Give a preset"),
+        ({nn.Linear: "fp32"}, errors.InvalidOption, "Name what it speaks of: 'class:Linear'"),
+        ({torch.relu: "fp32"}, errors.InvalidOption, "Name what it speaks of: 'relu'"),
+        ({3: "fp32"}, errors.InvalidOption, "a policy with the key 3"),
+        ({"softmax": torch.float32}, errors.UnknownOption, "Did you mean 'fp32'?"),
     ],
 )
 def test_what_cannot_be_read_says_so(source: object, error: type[Exception], text: str):
     with pytest.raises(error, match=re.escape(text)):
         Policy.of(source)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"rules": {"softmax": "fp32"}}, "Policy.of({'softmax': 'fp32'})"),
+        ({"rules": "op:softmax=fp32"}, "Policy.parse('autocast; op:softmax=fp32')"),
+        ({"rules": ["op:softmax=fp32"]}, "a Policy with rules="),
+        ({"rules": 3}, "a Policy with rules=3"),
+        ({"regions": [("a",)]}, "Give (name, glob of module paths) of each"),
+        ({"regions": "ab"}, "a Policy with regions='ab'"),
+        ({"regions": 3}, "a Policy with regions=3"),
+        ({"regions": {"a": 3}}, "region 'a' = 3 cannot be written down"),
+        ({"regions": {3: "a"}}, "region 3 = 'a' cannot be written down"),
+    ],
+)
+def test_a_policy_of_wrong_parts_says_so(fields: dict[str, object], text: str):
+    with pytest.raises(errors.InvalidOption, match=re.escape(text)):
+        Policy(**fields)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_no_text_is_no_policy():
+    assert Policy(regions={"a": "b"}) == Policy(regions=(("a", "b"),))  # pyright: ignore[reportArgumentType]
+    for text in (3, None, {"softmax": "fp32"}):
+        with pytest.raises(errors.InvalidOption, match="Give it a text"):
+            Policy.parse(text)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(errors.InvalidOption, match="has a pattern that cannot be written down"):
+        Rule(kind="op", pattern=3, precision="fp32")  # pyright: ignore[reportArgumentType]
 
 
 # ---- what a rule matches --------------------------------------------------------------------------------------------------
@@ -345,12 +382,18 @@ def test_rules_that_did_nothing_are_reported_and_warned_of_once():
     policy = {"sofmax": "bf16", "op:sofmax": "bf16", "class:Liner": "fp32", "0": "low", "op:linear": "low", "op:line*": "fp32"}
     amp = fxamp.Amp(precision="bf16", policy=policy, lower="eager")
     assert [use.num_matched for use in amp.report().rules] == [0] * 6  # and no warning before anything was compiled
-    torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), backend=amp)(torch.rand(2, 4))
+    with pytest.warns(fxamp.FxampWarning, match="Did you mean") as caught:  # what was hardly meant is told of at once
+        torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), backend=amp)(torch.rand(2, 4))
+    assert [str(c.message) for c in caught] == [
+        "policy: the rule module:sofmax=bf16 matches no module so far, and is no operation of torch. Did you mean the "
+        "operation 'softmax'?",
+        "policy: the rule op:sofmax=bf16 matches no operation so far. Did you mean 'softmax'?",
+    ]
     with pytest.warns(fxamp.FxampWarning, match="rules of the policy that decide nothing: module:sofmax=bf16") as caught:
         report = amp.report()
     assert len(caught) == 1
     assert [use.note for use in report.rules] == [
-        "matched nothing. There are the modules 0, 1",
+        "matched nothing. Did you mean the operation 'softmax'?",
         "matched nothing. Did you mean 'softmax'?",
         "matched nothing. Did you mean 'Linear'?",
         "lost everywhere: a later rule matches too",
@@ -362,6 +405,51 @@ def test_rules_that_did_nothing_are_reported_and_warned_of_once():
     with pytest.warns(fxamp.FxampWarning, match="There is an operation of that name: write 'op:vander'"):
         other.report()
     assert str(amp.report()).count("matched nothing") == 3  # pytest would make an error of a second warning
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("matmull", "Did you mean the operation 'matmul'?"),
+        ("layernorm", "There is a module of that name: write 'module:layernorm'"),
+        ("LayerNorm", "There is a class of modules of that name: write 'class:LayerNorm'"),
+        ("F.gelu", "Did you mean the operation 'gelu'?"),
+        ("torch.softmax", "Did you mean the operation 'softmax'?"),
+        ("aten::mm", "Did you mean the operation 'mm'?"),
+        ("relu_", "Did you mean the operation 'relu'?"),
+        ("truediv", "Did you mean the operation 'div'?"),
+        ("op:crossentropy", "Did you mean the operation 'cross_entropy'?"),
+        ("norm", "There is a module of that name: write 'module:norm'"),  # and an operation, which the key is taken for
+    ],
+)
+def test_a_rule_that_is_hardly_meant_as_it_stands_is_told_of(key: str, meant: str, recwarn: pytest.WarningsRecorder):
+    model = Fn(lambda m, x: m.norm(m.lin(x)), lin=nn.Linear(4, 4), norm=nn.LayerNorm(4))
+    if key == "layernorm":
+        model = Fn(lambda m, x: m.layernorm(m.lin(x)), lin=nn.Linear(4, 4), layernorm=nn.LayerNorm(4))
+        key = "op:layernorm"
+    amp = fxamp.Amp(precision="bf16", policy={key: "fp32"}, lower="eager")
+    torch.compile(model, backend=amp)(torch.rand(2, 4))
+    (warned,) = (str(w.message) for w in recwarn if issubclass(w.category, fxamp.FxampWarning))
+    assert warned.endswith(meant), warned
+    assert [use.note.removeprefix("matched nothing. ") for use in _report_of(amp).rules] == [meant]
+
+
+def _report_of(amp: fxamp.Amp) -> Report:
+    with pytest.warns(fxamp.FxampWarning, match="rules of the policy that decide nothing"):
+        return amp.report()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("norm", "linear1", "conv1", "layers.3.norms", "linears", "gate", "encoder", "head*"),
+        *("op:relu", "class:Liner", "mylib::gelu"),
+    ],
+)
+def test_a_rule_for_a_later_graph_is_not_told_of(key: str, recwarn: pytest.WarningsRecorder):
+    amp = fxamp.Amp(precision="bf16", policy={key: "fp32"}, lower="eager")
+    torch.compile(Fn(lambda m, x: m.lin(x), lin=nn.Linear(4, 4)), backend=amp)(torch.rand(2, 4))
+    assert not [w for w in recwarn if issubclass(w.category, fxamp.FxampWarning)]
 
 
 # ---- parts of models ------------------------------------------------------------------------------------------------------

@@ -648,6 +648,16 @@ def test_without_scaling_attach_changes_nothing_and_questions_are_errors():
     amp.attach(optimizer)
     assert not optimizer._optimizer_step_pre_hooks
     assert amp.state_dict() == {}
+    schedule = amp.when_stepped(optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+    for wrong in (None, optimizer):
+        with pytest.raises(errors.InvalidOption, match="Give it a scheduler of torch.optim.lr_scheduler"):
+            amp.when_stepped(wrong)
+        with pytest.raises(errors.InvalidOption, match="Give it what state_dict"):
+            amp.load_state_dict(wrong)  # pyright: ignore[reportArgumentType]
     for ask in (amp.read_loss_scale, amp.read_skipped_steps, lambda: amp.loss_scale):
         with pytest.raises(errors.NeedsScaling, match="scales no gradients"):
             ask()

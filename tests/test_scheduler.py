@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -289,6 +290,13 @@ def test_fixed_schedules():
         ({"lag_steps": 1.5}, "lag_steps=1.5. It has to be a whole number in [1, inf]"),
         ({"overflow_rate_limit": 0.0}, "overflow_rate_limit=0.0. It has to be in (0, 1], or None"),
         ({"gradient_ratio_limit": 1.0}, "gradient_ratio_limit=1.0. It has to be above 1, or None"),
+        ({"threshold": "0.1"}, "threshold='0.1'. It has to be positive and finite"),
+        ({"threshold": None}, "threshold=None. It has to be positive and finite"),
+        ({"lower_threshold": "0.1"}, "lower_threshold='0.1'. It has to be in (0, 0.02]"),
+        ({"dwell_steps": True}, "dwell_steps=True. It has to be a whole number in [1, inf]"),
+        ({"overflow_rate_limit": "x"}, "overflow_rate_limit='x'. It has to be in (0, 1], or None"),
+        ({"gradient_ratio_limit": "x"}, "gradient_ratio_limit='x'. It has to be above 1, or None"),
+        ({"relative": 6}, "relative=6. It is True or False"),
     ],
 )
 def test_numbers_that_make_no_sense(options: dict[str, float], text: str):
@@ -297,7 +305,19 @@ def test_numbers_that_make_no_sense(options: dict[str, float], text: str):
     assert str(caught.value) == f"ERROR[InvalidOption]: a scheduler with {text}"
 
 
-@pytest.mark.parametrize("steps", [{}, {1: "fp32"}, {0: "fp32", -1: "fp16"}, {0: "fp32", 1.5: "fp16"}])
+@pytest.mark.parametrize(
+    "steps", [{}, {1: "fp32"}, {0: "fp32", -1: "fp16"}, {0: "fp32", 1.5: "fp16"}, "fp32", ["fp32"], 3, FixedSchedule]
+)
 def test_schedules_that_are_none(steps: dict[int, str]):
     with pytest.raises(errors.InvalidOption, match="a scheduler with step"):
         FixedSchedule(steps)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"precision": 3}, {"precision": None}, {"precision": {"model": 3}}, {"precision": "fp32", "reason": 3}]
+)
+def test_a_decision_is_made_of_names(fields: dict[str, Any]):
+    with pytest.raises(errors.InvalidOption, match="Its precision is the name of one on the ladder"):
+        Decision(**fields)
+    with pytest.raises(errors.InvalidOption, match="a Decision with precision=None"):
+        FixedSchedule({0: None})  # pyright: ignore[reportArgumentType]

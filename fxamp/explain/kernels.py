@@ -235,21 +235,25 @@ class Profile:
         return kernel.ms / self.ms if self.ms else 0.0
 
     def __str__(self) -> str:
-        what = "kernels" if self.device == "cuda" else "operations"
-        columns = ("operation", "kernel", "kind", "format", "matrix units", "launches", "ms", "share")
+        is_on_gpu = self.device == "cuda"
+        what = "kernels" if is_on_gpu else "operations"
+        # The CPU's operations launch no kernels of which a name would say more.
+        told = ("operation", "kernel", "kind", "format", "matrix units", "launches") if is_on_gpu else ("operation", "calls")
+        columns = (*told, "ms", "share")
         title = f"{what} of a step on {self.device}, means of {self.num_steps} steps"
         table = printed.table(title, columns, numbers=columns[-3:], max_width=56)
-        table.columns[0].max_width = 28
+        if is_on_gpu:
+            table.columns[0].max_width = 28
         words = {True: "yes", False: "no", None: ""}
         for k in self.kernels[:MAX_ROWS]:
-            numbers = (f"{k.count:g}", f"{k.ms:.3f}", f"{self.share(k):.1%}")
-            table.add_row(k.op, k.name, k.category, k.format, words[k.is_on_matrix_units], *numbers)
+            about = (k.op, k.name, k.category, k.format, words[k.is_on_matrix_units]) if is_on_gpu else (k.name,)
+            table.add_row(*about, f"{k.count:g}", f"{k.ms:.3f}", f"{self.share(k):.1%}")
         rest = self.kernels[MAX_ROWS:]
         if rest:
             ms = sum(k.ms for k in rest)
             table.caption = f"and {len(rest)} more, {ms:.3f} ms together: profile.kernels has them all"
-        units = f", {self.ms_on_matrix_units / self.ms:.1%} of it on matrix units" if self.device == "cuda" and self.ms else ""
-        return printed.text([table, f"{self.ms:.3f} ms a step in {what}{units}"], WIDTH_CHARACTERS)
+        units = f", {self.ms_on_matrix_units / self.ms:.1%} of it on matrix units" if is_on_gpu and self.ms else ""
+        return printed.text([table, f"{self.ms:.3f} ms a step in {what}{units}"], printed.width(WIDTH_CHARACTERS))
 
 
 class Recorder:
@@ -287,6 +291,9 @@ def profile(step: Callable[[], object], steps: int) -> Profile:
     step()
     recorder = Recorder()
     recorder.start()
-    for _ in range(steps):
-        step()
-    return recorder.stop(steps)
+    try:
+        for _ in range(steps):
+            step()
+    finally:  # a profiler that is left running takes the process down with it
+        made = recorder.stop(steps)
+    return made

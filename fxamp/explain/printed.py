@@ -20,11 +20,11 @@ MIN_WIDTH_CHARACTERS: Final = 60
 """Narrower terminals wrap the lines of a table."""
 
 
-def width() -> int:
-    """Characters in a line of the terminal that is printed to, or `WIDTH_CHARACTERS`."""
+def width(elsewhere: int = WIDTH_CHARACTERS) -> int:
+    """Characters in a line of the terminal that is printed to, or so many."""
     if not getattr(sys.stdout, "isatty", lambda: False)():
-        return WIDTH_CHARACTERS
-    return max(shutil.get_terminal_size((WIDTH_CHARACTERS, 0)).columns, MIN_WIDTH_CHARACTERS)
+        return elsewhere
+    return max(shutil.get_terminal_size((elsewhere, 0)).columns, MIN_WIDTH_CHARACTERS)
 
 
 def table(

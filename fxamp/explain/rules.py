@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fxamp import optable
 from fxamp.explain.record import VariantRecord
@@ -78,24 +80,72 @@ def _note(
     return f"runs low on this rule's word alone: {', '.join(vouched)}" if vouched else ""
 
 
+def misspelt(policy: Policy, variants: Sequence[VariantRecord]) -> tuple[str, ...]:
+    """What to say of rules that have matched nothing, and were hardly meant so: the pattern is nearly the name of an operation
+    of torch, or another spelling of one, for a mapping takes every key that is no operation for the path of a module; or it is
+    an operation's name, and there is a module of that name."""
+    decisions = [d for v in variants for d in v.plan.everywhere if d.op is not None]
+    modules = _modules(decisions)
+    told: list[str] = []
+    for rule in policy.rules:
+        if rule.kind not in ("op", "module"):
+            continue
+        is_meant = rule.pattern not in modules if rule.pattern in optable.TABLE else _operation(rule.pattern) is None
+        if is_meant or any(rule.matches(d.op or "", d.facts.module, d.facts.classes) for d in decisions):
+            continue
+        what = "no operation so far" if rule.kind == "op" else "no module so far, and is no operation of torch"
+        told.append(f"the rule {rule} matches {what}{_suggestion(rule, decisions)}")
+    return tuple(told)
+
+
+def _modules(decisions: Sequence[Decision]) -> set[str]:
+    """The paths of all modules that operations are in."""
+    paths = [d.facts.module.split(".") for d in decisions]
+    return {".".join(parts[:n]) for parts in paths for n in range(1, len(parts) + 1)} - {""}
+
+
+_SPELT_OUT: Final = re.compile(r"(?:(?:torch|ops|aten|nn|functional|F|Tensor)(?:\.|::))*(?P<name>\w+)")
+"""`F.gelu`, `torch.softmax`, `aten::mm`."""
+
+NEARLY: Final = 0.85
+"""How alike two names are, as `difflib.get_close_matches` counts, that are taken for one."""
+
+
+def _operation(pattern: str) -> str | None:
+    """The operation of torch that a pattern nearly names; None for what is more likely the name of a module: `norm1`,
+    `linears`."""
+    match = _SPELT_OUT.fullmatch(pattern)
+    if match is None:
+        return None
+    name = match["name"].lower()
+    bare = name.rstrip("_")
+    bare = optable.SYNONYMS.get(bare, bare)
+    if bare in optable.TABLE:
+        return bare
+    if name[-1:].isdigit() or name.removesuffix("s") in optable.TABLE:
+        return None
+    return next(iter(difflib.get_close_matches(name, optable.TABLE, n=1, cutoff=NEARLY)), None)
+
+
 def _suggestion(rule: Rule, decisions: Sequence[Decision]) -> str:
-    """The nearest names of this kind, of those that occur."""
-    names: set[str] = set()
-    for d in decisions:
-        if rule.kind == "op" and d.op:
-            names.add(d.op)
-        elif rule.kind == "module":
-            parts = d.facts.module.split(".")
-            names |= {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-        elif rule.kind == "class":
-            names |= {name.rpartition(".")[2] for name in d.facts.classes}
-    if rule.kind == "module" and any(rule.pattern == d.op for d in decisions):
-        return f". There is an operation of that name: write 'op:{rule.pattern}'"
+    """The nearest names of this kind, of those that occur; else of another kind."""
+    classes = {name.rpartition(".")[2] for d in decisions for name in d.facts.classes}
+    occurring = {"op": {d.op for d in decisions if d.op}, "module": _modules(decisions), "class": classes}
+    names = occurring.get(rule.kind)
+    if names is None:
+        return ""
+    words = {"op": "an operation", "module": "a module", "class": "a class of modules"}
+    for kind, others in occurring.items():
+        if kind != rule.kind and rule.pattern in others:
+            return f". There is {words[kind]} of that name: write '{kind}:{rule.pattern}'"
     near = difflib.get_close_matches(rule.pattern, sorted(names), n=1)
     if near:
         return f". Did you mean {near[0]!r}?"
+    op = _operation(rule.pattern) if rule.kind in ("op", "module") else None
+    if op is not None and (rule.kind, op) != ("op", rule.pattern):
+        return f". Did you mean the operation {op!r}?"
     kinds = {"op": "operations", "module": "modules", "class": "classes"}
-    shown = sorted(names - {""})
-    if rule.kind not in kinds or not shown:
+    shown = sorted(names)
+    if not shown:
         return ""
     return f". There are the {kinds[rule.kind]} {', '.join(shown[:5])}{', ...' * (len(shown) > 5)}"

@@ -11,13 +11,15 @@ import torch
 from torch import fx
 
 from fxamp import formats, graph
-from fxamp.capture import Captured
+from fxamp.capture import STEPS, Captured
 from fxamp.plan import Decision, Plan
 
 _ASSIGNED: Final = re.compile(r"^(?P<indent>\s+)(?P<name>[A-Za-z_]\w*) = ", re.MULTILINE)
 _RELEASE: Final = re.compile(r";  (?:\w+ = )+None$", re.MULTILINE)
 _ANNOTATION: Final = re.compile(r"# Annotation: \{.*?\} (?=File: |No stacktrace)")
 _NO_TRACE: Final = re.compile(r"\n *# No stacktrace found for following nodes(?=\n)")
+_OWN_LINE: Final = re.compile(rf"\n *# File: {re.escape(STEPS)}[^\n]*")
+"""Of a train step, which no user has written."""
 _LINE_COMMENT: Final = re.compile(r"\n\n *(?P<line># File: [^\n]*)(?P<body>(?:\n(?! *# File: )[^\n]+)*)")
 _SHORT: Final = MappingProxyType({
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
@@ -56,7 +58,7 @@ def _section(gm: fx.GraphModule, text: str) -> str:
         return f'{match["indent"]}{match["name"]}: "{label}" = ' if label else match[0]
 
     text = _RELEASE.sub("", text)
-    text = _NO_TRACE.sub("", _ANNOTATION.sub("# ", text))
+    text = _OWN_LINE.sub("", _NO_TRACE.sub("", _ANNOTATION.sub("# ", text)))
     text = _ASSIGNED.sub(annotate, _merge_repeated_comments(text))
     names = short_names(gm)
     text = "\n".join(line for line in text.split("\n") if not _is_alias(line, names))

@@ -228,9 +228,10 @@ class LossScale:
         The rule (growth, backoff, floor) stays that of this scale's configuration.
         Raises: InvalidOption for what is neither.
         """
-        if "scale" not in state or not ({"growth_tracker", "_growth_tracker"} & set(state)):
+        keys = set(state) if isinstance(state, Mapping) else set[str]()  # pyright: ignore[reportUnnecessaryIsInstance]
+        if "scale" not in keys or not keys & {"growth_tracker", "_growth_tracker"}:
             raise errors.InvalidOption(
-                f"a state with the keys {sorted(state)} is no loss scale's",
+                f"a state with the keys {sorted(keys)} is no loss scale's",
                 way_out="Give the state_dict() of an Amp or of a torch.amp.GradScaler that was enabled",
             )
         is_ours = "growth_tracker" in state

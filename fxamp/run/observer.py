@@ -17,7 +17,7 @@ from fxamp.run import ranks
 from fxamp.run.history import NUM_CHANGES, NUM_STEPS, Change, History, Step
 from fxamp.run.mailbox import LAG_STEPS, Mailbox
 from fxamp.run.variants import Precisions
-from fxamp.scheduler import NUM_LOSSES, Gradients, Scheduler, Signal, curvature
+from fxamp.scheduler import NUM_LOSSES, Gradients, Scheduler, Signal, curvature, decided
 
 NO_NUMBER: Final = -1.0
 """Stands for None in a message. No rate or ratio is negative."""
@@ -131,7 +131,7 @@ class Observer:
     def _decide(self) -> None:
         if self._scheduler is None:
             return
-        decision, self._state = self._scheduler.decide(self._signal(), self._state)
+        decision, self._state = decided(self._scheduler, self._scheduler.decide(self._signal(), self._state))
         before, wanted = self._wanted, decision.precision
         after = dict.fromkeys(before, wanted) if isinstance(wanted, str) else before | dict(wanted)
         if after == before:

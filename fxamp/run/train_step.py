@@ -23,7 +23,19 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.optim import Optimizer
 
 from fxamp import errors
-from fxamp.run import capturable, data_parallel, ranks, reach, reduction, skipping, stepping, update, warming, writes
+from fxamp.run import (
+    arguments,
+    capturable,
+    data_parallel,
+    ranks,
+    reach,
+    reduction,
+    skipping,
+    stepping,
+    update,
+    warming,
+    writes,
+)
 from fxamp.run.agreement import Agreement
 from fxamp.run.batch import Batch
 from fxamp.run.learning_rates import LearningRates
@@ -197,7 +209,8 @@ class TrainStep:
         wish: str | bool,
         is_lowered: bool,
     ) -> None:
-        _check_task(task)
+        arguments.check_parts(task.model, task.loss_fn, task.optimizer)
+        arguments.check_numbers(task.clip_grad_norm, task.accumulate)
         capturable.check(task.optimizer)
         self._task, self._scaler, self._precisions = task, scaler, precisions
         self._retries, self._note, self._must_record = retries, note, wish == "require"
@@ -246,6 +259,8 @@ class TrainStep:
         self._looks_outside = is_lowered  # else autograd sees single operations
         self._has_told_of_breaks = self._has_looked_for_gradients = self._has_made_room = False
         self._is_closed = False
+        self._forms: set[tuple[int | str, ...]] = set()
+        """Numbers of arguments, and their names, that the step was called with."""
 
     @property
     def _parameters(self) -> list[Tensor]:
@@ -262,9 +277,9 @@ class TrainStep:
 
         Args: as `Amp.train_step` says. Tensors are copied to the device of the model, without a wait where they are there
         or pinned.
-        Raises: InvalidOption for a batch that cannot be split, requires a gradient, or holds something else than tensors,
-        numbers, strings and None; for hooks on weights that are younger than the step; with gradients off; after `close()`.
-        FrozenWeights where `Amp.freeze` holds a weight.
+        Raises: InvalidOption for arguments that model and loss cannot be called with; for a batch that cannot be split,
+        requires a gradient, or holds something else than tensors, numbers, strings and None; for hooks on weights that are
+        younger than the step; with gradients off; after `close()`. FrozenWeights where `Amp.freeze` holds a weight.
         """
         if self._is_closed:
             raise errors.InvalidOption("the train step is closed", way_out="Make a new one: amp.train_step(...)")
@@ -272,6 +287,10 @@ class TrainStep:
             raise errors.InvalidOption(
                 "a train step was called under torch.no_grad() or torch.inference_mode()", way_out="Call it outside of them"
             )
+        form = len(args), *kwargs
+        if form not in self._forms:
+            arguments.check_call(self._task.model, self._task.loss_fn, len(args), kwargs)
+            self._forms.add(form)
         batch = Batch.of(args, kwargs)
         self._refuse_frozen(self._parameters)
         if not self._retries:
@@ -784,25 +803,6 @@ class TrainStep:
 def _static(x: Tensor, device: torch.device) -> Tensor:
     """A tensor like `x`, strides too, that belongs to nobody else."""
     return torch.empty_like(x, device=device, requires_grad=False)
-
-
-def _check_task(task: Task) -> None:
-    for what, given, kind in (("model", task.model, nn.Module), ("optimizer", task.optimizer, Optimizer)):
-        if not isinstance(given, kind):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise errors.InvalidOption(
-                f"train_step() was given a {type(given).__name__} as its {what}",
-                way_out="It takes (model, loss_fn, optimizer); loss_fn=None if the model returns its loss",
-            )
-    if isinstance(task.loss_fn, type):
-        raise errors.InvalidOption(
-            f"train_step() was given the class {task.loss_fn.__name__} as its loss_fn",
-            way_out=f"Give an instance, {task.loss_fn.__name__}()",
-        )
-    if task.accumulate < 1:
-        raise errors.InvalidOption(f"accumulate={task.accumulate}", way_out="Give a number of micro-batches, 1 or more")
-    clip = task.clip_grad_norm
-    if clip is not None and (isinstance(clip, bool) or not clip > 0):
-        raise errors.InvalidOption(f"clip_grad_norm={task.clip_grad_norm}", way_out="Give a norm above 0, or None")
 
 
 def _check_loss(loss: object) -> None:

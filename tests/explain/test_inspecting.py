@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import expecttest
@@ -149,6 +150,34 @@ def test_the_report_has_fields_for_programs():
     report = inspected().report()
     assert (report.precisions, report.formats, report.num_low_ops, report.num_fallbacks) == (("bf16",), ("bf16", "fp32"), 1, 0)
     assert report.num_casts == len(report.graphs[0].variants["bf16"].casts) > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "places"),
+    [
+        (
+            nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 3))),
+            nn.CrossEntropyLoss(),
+            ["0 (Linear)", "1.0 (ReLU)", "1.1 (Linear)", "CrossEntropyLoss"],
+        ),
+        (nn.Linear(4, 3), torch.nn.functional.cross_entropy, ["Linear", ""]),
+        (
+            Fn(lambda m, x: m.head(m.body(x)), body=nn.Sequential(nn.Linear(4, 4)), head=nn.Linear(4, 3)),
+            lambda output, target: torch.nn.functional.cross_entropy(output, target),
+            ["test_inspecting.py:#"] * 3,
+        ),
+    ],
+    ids=["Sequential", "Linear", "the user's"],
+)
+def test_a_train_step_points_to_the_users_program(model: nn.Module, loss_fn: Any, places: list[str]):
+    amp = fxamp.Amp(precision="bf16", lower="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.train_step(model, loss_fn, optimizer, accumulate=2)(torch.randn(4, 4), torch.randint(3, (4,)))
+    variant = amp.graphs[0].variants["bf16"]
+    found = [re.sub(r":\d+", ":#", d.facts.where) for d in variant.plan.operations]
+    assert found[: len(places)] == places
+    shown = [str(amp.report()), *(variant.text(stage) for stage in STAGES)]
+    assert not any("train_step.py" in text for text in shown)
 
 
 def rows(text: str, title: str) -> list[list[str]]:

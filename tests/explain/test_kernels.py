@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,8 +175,33 @@ def test_a_real_profile():
     assert sum(made.share(k) for k in made.kernels) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("step", "steps"), [(None, 3), (print, 0)])
-def test_what_cannot_be_profiled(step: object, steps: int):
+def test_the_cpus_operations_have_no_columns_of_kernels():
+    made = kernels.profile_of([host("aten::mm", 40), host("aten::add", 20), host("aten::mm", 40)], num_steps=2)
+    assert "matrix units" not in str(made)
+    table = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in str(made).splitlines() if line[0] in "│┃"]
+    assert table == [
+        ["operation", "calls", "ms", "share"], ["aten::mm", "1", "0.040", "80.0%"], ["aten::add", "0.5", "0.010", "20.0%"],
+    ]  # fmt: skip
+
+
+def test_a_step_that_fails_leaves_no_profiler_behind():
+    """One that is left running ends the process when it exits."""
+    calls = list[int]()
+
+    def step() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("the third")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the third"):
+            kernels.profile(step, 3)
+        assert not torch.autograd._profiler_enabled()
+        calls.clear()
+
+
+@pytest.mark.parametrize(("step", "steps"), [(None, 3), (print, 0), (print, "3"), (print, 1.5)])
+def test_what_cannot_be_profiled(step: object, steps: Any):
     with pytest.raises(errors.InvalidOption, match="profile"):
         fxamp.Amp(precision="bf16").profile(step, steps=steps)  # pyright: ignore[reportArgumentType]
 

@@ -177,6 +177,23 @@ def test_a_decision_has_to_be_possible(wanted: Any, text: str):
     assert str(caught.value).startswith("ERROR[UnknownOption]: " + text.split(".")[0])
 
 
+class Saying:
+    """A scheduler that answers always the same."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def decide(self, signal: Any, state: Any) -> Any:
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", ["fp32", ("fp32", None), None, 3, Decision(precision="fp32"), (), ("fp32", "a", "b")])
+def test_an_answer_has_to_be_a_decision_and_a_state(answer: Any):
+    with pytest.raises(errors.InvalidOption) as caught:
+        watched(Saying(answer))
+    assert f"decide() of Saying returned {answer!r}. Return a decision and the state" in str(caught.value)
+
+
 def test_a_lag_has_to_be_one():
     with pytest.raises(errors.InvalidOption, match="lag_steps=0"):
         watched(Telling(0))

@@ -224,6 +224,8 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(errors.InvalidOption, match="and they have 8 and 6 rows"):
         step(x, y[:6])
     with pytest.raises(errors.InvalidOption, match="and they have none"):
+        step(x.sum(), y.sum())
+    with pytest.raises(errors.InvalidOption, match="there is no target"):
         step()
     with pytest.raises(errors.InvalidOption, match=r"the class MSELoss as its loss_fn. Give an instance, MSELoss\(\)"):
         amp.train_step(model, nn.MSELoss, optimizer)  # pyright: ignore[reportArgumentType]
