@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from pathlib import Path
 
@@ -148,6 +149,19 @@ def test_what_is_no_text_is_no_policy():
             Policy.parse(text)  # pyright: ignore[reportArgumentType]
     with pytest.raises(errors.InvalidOption, match="has a pattern that cannot be written down"):
         Rule(kind="op", pattern=3, precision="fp32")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_policy_of_the_page_is_what_it_says():
+    page = (Path(__file__).parents[1] / "docs" / "policy.md").read_text()
+    code = page.split("## In Python\n\n```python\n")[1].split("```")[0]
+    found = {"fxamp": fxamp}
+    exec(code, found)
+    policy = found["policy"]
+    assert f"# {str(policy)!r}\n" in code
+    assert Policy.parse(str(policy)) == policy
+    assert {f.name for f in dataclasses.fields(Policy)} == set(re.findall(r"^    (\w+)=", code, flags=re.M))
+    verdict = policy.decide("softmax", "layers.7.attn")
+    assert f"precision={verdict.precision!r}, why={verdict.why!r}" in code
 
 
 # ---- what a rule matches --------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -321,3 +323,27 @@ def test_a_decision_is_made_of_names(fields: dict[str, Any]):
         Decision(**fields)
     with pytest.raises(errors.InvalidOption, match="a Decision with precision=None"):
         FixedSchedule({0: None})  # pyright: ignore[reportArgumentType]
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------------
+PAGE = (Path(__file__).parents[1] / "docs" / "scheduler.md").read_text()
+
+
+@pytest.mark.parametrize("described", [Signal, Decision])
+def test_the_page_has_every_field(described: type):
+    table = PAGE.split(f"| field of `fxamp.{described.__name__}` |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.M) == [f.name for f in dataclasses.fields(described)]
+
+
+def test_the_scheduler_of_the_page_runs():
+    import fxamp
+
+    found: dict[str, Any] = {"fxamp": fxamp}
+    exec(PAGE.split("## One of your own\n\n```python\n")[1].split("```")[0], found)
+    scheduler, state = found["amp"].options.scheduler, None
+    asked = []
+    for step, rate in enumerate([0.0, 0.25, *[0.0] * 101]):
+        known = Signal(step=step, ladder=("fp16", "fp32"), regions=("model",), gradients=Gradients(overflow_rate=rate))
+        decision, state = scheduler.decide(known, state)
+        asked.append(decision.precision)
+    assert asked == ["fp16", *["fp32"] * 100, "fp16", "fp16"]
