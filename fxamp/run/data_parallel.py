@@ -38,6 +38,8 @@ def why_not_recorded(modules: Iterable[nn.Module], device: torch.device, group: 
         return "the collectives of FSDP are not recorded yet"
     if any(hasattr(p, "to_local") for m in modules for p in m.parameters(recurse=False)):
         return "the collectives of DTensors are not recorded yet"
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules):
+        return "a part of the model is compiled by itself: give DDP the model as it is, which the step compiles"
     return next((why for m in modules if isinstance(m, DistributedDataParallel) for why in _unfit(m)), "")
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+from torch._inductor import config as inductor
 
 import fxamp
 from fxamp import errors
@@ -108,7 +109,7 @@ def trained(precision: str, cuda_graphs: bool | str, accumulate: int = 1, **opti
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_recorded_step_with_collectives_is_the_plain_one(nccl: None, precision: str, options: dict[str, Any]):
-    with torch._inductor.config.patch(deterministic=True):  # no kernel is chosen by timing
+    with inductor.patch(deterministic=True):  # no kernel is chosen by timing
         plain, _ = trained(precision, cuda_graphs=False, **options)
         recorded, summary = trained(precision, cuda_graphs="require", **options)
     assert summary.num_recordings == 1
