@@ -571,33 +571,32 @@ def _passes(results: Results) -> list[str]:
 
 
 def _dispatch(results: Results) -> list[str]:
-    if not results.dispatches:
-        return []
-    lines = [
+    about = (
         "A call of a compiled graph of one layer, in microseconds of the host, Dynamo's guards left out; differences by "
-        "repetition, median and range:",
-        "",
-    ]
-    lines += _table_head(["graph", "Inductor", "fxamp", "difference"])
-    for d in results.dispatches:
-        ours, theirs = statistics.median(d.fxamp_us), statistics.median(d.inductor_us)
-        lines.append(_line([d.what, f"{theirs:.1f}", f"{ours:.1f}", _differences(d.fxamp_us, d.inductor_us)]))
-    return [*lines, ""]
+        "repetition, median and range:"
+    )
+    timed = [(d.what, d.inductor_us, d.fxamp_us) for d in results.dispatches]
+    return _side_by_side(about, ["graph", "Inductor", "fxamp", "difference"], timed)
 
 
 def _swaps(results: Results) -> list[str]:
-    if not results.swaps:
-        return []
-    lines = [
+    about = (
         "What a change of precision costs, in microseconds of a call. Half of the calls run in bf16 and half in fp32: "
-        "one half after the other, and by turns.",
-        "",
-        *_table_head(["calls of", "half after half", "by turns", "a change"]),
-    ]
-    for s in results.swaps:
-        kept, swapped = statistics.median(s.kept_us), statistics.median(s.swapped_us)
-        lines.append(_line([s.what, f"{kept:.1f}", f"{swapped:.1f}", _differences(s.swapped_us, s.kept_us)]))
-    return [*lines, ""]
+        "one half after the other, and by turns."
+    )
+    timed = [(s.what, s.kept_us, s.swapped_us) for s in results.swaps]
+    return _side_by_side(about, ["calls of", "half after half", "by turns", "a change"], timed)
+
+
+def _side_by_side(
+    about: str, head: Sequence[str], timed: Sequence[tuple[str, Sequence[float], Sequence[float]]]
+) -> list[str]:
+    """(what, times of one way, times of the other), in microseconds: the median of each, and of what the other takes more."""
+    lines = [about, "", *_table_head(head)] if timed else []
+    for what, one, other in timed:
+        medians = (f"{statistics.median(times):.1f}" for times in (one, other))
+        lines.append(_line([what, *medians, _differences(other, one)]))
+    return [*lines, ""] if timed else []
 
 
 def _differences(times: Sequence[float], others: Sequence[float]) -> str:

@@ -118,33 +118,29 @@ def users_low(m: Any, x: Tensor) -> Any:
     return m.lin(x).bfloat16().sin().float()
 
 
-class Clipped(torch.autograd.Function):
+class Copied(torch.autograd.Function):
+    """Hands on what it is given; the backward is another class's."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x.clone()
 
+
+class Clipped(Copied):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.clamp(-0.1, 0.1)
 
 
-class Normalized(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.clone()
-
+class Normalized(Copied):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         large = torch.where(grad.abs() > 0.5, grad * 2, 0.25)
         return large / (grad.square().sum().sqrt() + 1e-3) + grad.sign() * 0.1 - 1 / (2 + grad.exp())
 
 
-class Changed(torch.autograd.Function):
+class Changed(Copied):
     """In ways that do not commute with a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
