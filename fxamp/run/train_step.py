@@ -317,10 +317,7 @@ class TrainStep:
     def close(self) -> None:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
-        for shape in self._shapes.values():
-            for recording in shape.recordings.values():
-                recording.graph.reset()  # whoever else holds it
-        self._shapes.clear()
+        self._forget_recordings()
         self._wishes.clear()
         self._glance = None
         self._recorder = None
@@ -573,7 +570,7 @@ class TrainStep:
     def _begin_anew(self, what: str) -> None:
         """All recordings were made with other values of `what`."""
         self._num_worlds += 1
-        self._shapes.clear()
+        self._forget_recordings()
         if self._num_worlds == MAX_WORLDS:
             self._give_up(f"it was to be recorded anew {MAX_WORLDS} times, at last for other {what}")
 
@@ -793,8 +790,14 @@ class TrainStep:
         if self._scaler is not None:
             self._scaler.forget_round()
 
-    def _give_up(self, why: str) -> None:
+    def _forget_recordings(self) -> None:
+        for shape in self._shapes.values():
+            for recording in shape.recordings.values():
+                recording.graph.reset()  # whoever else holds it
         self._shapes.clear()
+
+    def _give_up(self, why: str) -> None:
+        self._forget_recordings()
         self._glance = None
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
