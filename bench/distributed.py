@@ -38,6 +38,8 @@ from bench.workloads import Batch, Parts, Workload
 
 NUM_FIRST_STEPS: Final = 4
 """Steps that compile, warm up, rebuild DDP's buckets and record CUDA graphs."""
+NUM_MORE_STEPS_OF_DDP: Final = 20
+"""On CUDA, of all systems alike: before that a train step is not recorded, for its ranks have not agreed on it."""
 NUM_ROUGH_STEPS: Final = 3
 NUM_MEMORY_STEPS: Final = 2
 RECOMPILE_LIMIT: Final = 64
@@ -200,6 +202,8 @@ def first_steps(contender: Contender, job: Job) -> None:
         return measure.time_block_ms(steps, job.device.type)
 
     contender.compile_s = run(NUM_FIRST_STEPS) / 1e3
+    if contender.case.strategy == "ddp" and job.device.type == "cuda":
+        run(NUM_MORE_STEPS_OF_DDP)
     contender.rough_ms = run(NUM_ROUGH_STEPS) / NUM_ROUGH_STEPS
     contender.losses = job.mean([float(x) for x in results])
     if job.device.type == "cuda":
