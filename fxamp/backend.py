@@ -359,9 +359,9 @@ class Amp:
                 loss = step(x, y)
 
         `step(*inputs, target, **named)` is `loss_fn(model(*inputs, **named), target)`; with `loss_fn=None` it is
-        `model(*inputs, **named)`, or the `.loss` of that. It returns the loss as a tensor on the device, [], and never waits,
-        but for the first steps of each shape of batch, which are compiled and recorded, all precisions of a ladder together.
-        Gradients are gone after it: `.grad` is None.
+        `model(*inputs, **named)`, or the `.loss` or ["loss"] of that. It returns the loss as a tensor on the device, [], and
+        never waits, but for the first steps of each shape of batch, which are compiled and recorded, all precisions of a
+        ladder together. Gradients are gone after it: `.grad` is None.
 
         It may be called between evaluations, with a batch of another shape (8 of them are recorded), in `train()` or
         `eval()`; learning-rate schedules work as always. Where parameters are moved, or another hyperparameter changes, the

@@ -104,7 +104,8 @@ class Report:
         if not self.graphs:
             yield (
                 "No graph was compiled yet. If the model has been called: Dynamo found nothing to capture in it "
-                "(a bare functional layer compiled by itself, a graph break before the first operation, or layers and "
+                "(a bare functional layer compiled by itself, a graph break before the first operation, nn.LSTM, nn.GRU or "
+                "nn.RNN, unless torch._dynamo.config.allow_rnn is True, or layers and "
                 "containers of torch.nn behind one, as in DistributedDataParallel(nn.Sequential(...)): wrap a class of your "
                 "own, or compile first, DistributedDataParallel(torch.compile(model, backend=amp))), or a torch.func "
                 "transform was applied around it, which PyTorch runs eagerly: compile the transform instead. Or Dynamo has "

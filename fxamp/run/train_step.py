@@ -75,7 +75,7 @@ class Task:
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
-    """(output, target) -> loss; None: the model returns its loss, or something that has a `.loss`."""
+    """(output, target) -> loss; None: the model returns its loss, or something that has a `.loss`, or a "loss"."""
     optimizer: Optimizer
     clip_grad_norm: float | None
     accumulate: int
@@ -88,7 +88,8 @@ class Task:
         def objective(*batch: Any, **named: Any) -> Tensor:
             if loss_fn is None:
                 outputs = model(*batch, **named)
-                loss = outputs if isinstance(outputs, Tensor) else getattr(outputs, "loss", outputs)
+                in_dict = isinstance(outputs, dict) and "loss" in outputs
+                loss = outputs["loss"] if in_dict else getattr(outputs, "loss", outputs)
             else:
                 loss = loss_fn(model(*batch[:-1], **named), batch[-1])
             return loss * share if share != 1.0 and isinstance(loss, Tensor) else loss
@@ -814,7 +815,7 @@ def _check_loss(loss: object) -> None:
         raise errors.InvalidOption(
             f"the loss of the training step is {what}, not a tensor with one number",
             way_out="loss_fn(output, target) has to return one number; with loss_fn=None the model returns its loss, or "
-            "something that has it as `.loss`",
+            'something that has it as `.loss` or ["loss"]',
         )
     if not loss.requires_grad:
         raise errors.InvalidOption(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_without_a_loss_the_model_gets_all_arguments():
     single = mlp(8, 3)
     with pytest.raises(errors.InvalidOption, match=r"step\(\*inputs, \*\*named\) is model\(\*inputs, \*\*named\)"):
         make(single, None, optim.SGD(single.parameters(), lr=0.1))(X, Y)
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda **parts: SimpleNamespace(**parts)], ids=["dict", "attributes"])
+def test_a_model_may_return_its_loss_among_other_things(wrap: Any):
+    losses = []
+    for wrapped in (wrap, None):
+        torch.manual_seed(0)
+        net = mlp(8, 16, 3)
+
+        def computed(m: Any, x: torch.Tensor, y: torch.Tensor, wrapped: Any = wrapped) -> Any:
+            logits = m.net(x)
+            loss = F.cross_entropy(logits, y)
+            return loss if wrapped is None else wrapped(loss=loss, logits=logits)
+
+        step = make(Fn(computed, net=net), None, optim.SGD(net.parameters(), lr=0.1))
+        losses.append([float(step(X, Y)) for _ in range(4)])
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
 
 
 class Scaled(nn.Module):
