@@ -89,7 +89,7 @@ class Task:
             if loss_fn is None:
                 outputs = model(*batch, **named)
                 in_dict = isinstance(outputs, dict) and "loss" in outputs
-                loss = outputs["loss"] if in_dict else getattr(outputs, "loss", outputs)
+                loss: Any = outputs["loss"] if in_dict else getattr(outputs, "loss", outputs)
             else:
                 loss = loss_fn(model(*batch[:-1], **named), batch[-1])
             return loss * share if share != 1.0 and isinstance(loss, Tensor) else loss
