@@ -50,7 +50,7 @@ class Options:
     """What changes the precision by what `Amp.observe` is told: a `CurvatureScheduler`, a `FixedSchedule`, or any object with
     `decide(signal, state)`. Without a ladder that is (precision, "fp32")."""
     scaling: str | float | DynamicScale | StaticScale | None = "auto"
-    """Loss scaling: "auto" is "dynamic" where a precision is fp16, else None. "dynamic" is `DynamicScale()`, a float a scale
+    """Loss scaling: "auto" is "dynamic" where a precision is fp16, else None. "dynamic" is `DynamicScale()`, a number a scale
     that stays. None with fp16 trains without protection, and is the user's explicit choice."""
     on_overflow: str = "skip"
     """What an overflowed step does: "skip" leaves it out; "retry", in `Amp.train_step` alone, computes it again in the next
