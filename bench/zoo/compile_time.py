@@ -80,7 +80,7 @@ def measure_all(
                     chosen[i] = STOCK
                     found += _pair(name, STOCK)
         write(path, found)
-        tell(_line(name, read(path)))
+        tell(_line(name, read(path)) if OWN in chosen else f"{name}: {', '.join(chosen)}")
 
 
 def _pair(name: str, system: str) -> list[Start]:
@@ -159,6 +159,7 @@ def _line(name: str, starts: Sequence[Start]) -> str:
 
 def markdown(starts: Sequence[Start]) -> str:
     """The committed table."""
+    starts = [s for s in starts if s.model in {own.model for own in starts if own.system == OWN}]
     names = sorted({s.model for s in starts})
     versions = sorted({", ".join(f"{k} {v}" for k, v in sorted(s.versions.items())) for s in starts})
     columns = ("architecture", *(f"{kind} {what}" for kind in ("cold", "warm")

@@ -44,13 +44,17 @@ def test_where_autocast_does_not_run_a_model_the_peer_is_inductor_alone(tmp_path
     assert told == ["| net (peer: fp32) | 4.00 | 4.00 | 1.00 | 33.3% | 4.00 | 4.00 | 1.00 | 33.3% | yes |"]
 
 
-def test_without_a_peer_what_fxamp_adds_is_told_still(tmp_path):
+def test_without_a_peer_what_fxamp_adds_is_told_still(tmp_path, monkeypatch):
     path = tmp_path / "compile_time.jsonl"
     compile_time.write(path, [s for s in starts() if s.system == compile_time.OWN])
     assert compile_time.hits_like_peer(compile_time.read(path))
     text = compile_time.markdown(compile_time.read(path))
     assert "| net | - | 10.50 | 0.50 | 5.0% | - | 3.00 | 1.00 | 50.0% | yes |" in text
-    compile_time.write(path, [s for s in starts() if s.system == compile_time.PEER])
+    monkeypatch.setattr(compile_time, "_start", lambda name, system, cache, *, is_warm: start(system, is_warm, 10.0, 0.0))
+    told: list[str] = []
+    compile_time.measure_all(["other", "net"], 1, path, told.append, [compile_time.PEER])
+    assert told == ["other: autocast-bf16", "net: autocast-bf16"]
+    assert "other" not in compile_time.markdown(compile_time.read(path))
     assert "| net | 10.00 | 10.50 | 0.50 |" in compile_time.markdown(compile_time.read(path))
     assert not compile_time.hits_like_peer([s for s in starts(warm_misses=1) if s.system == compile_time.OWN])
 
