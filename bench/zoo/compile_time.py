@@ -170,7 +170,8 @@ def markdown(starts: Sequence[Start]) -> str:
         'peer of fxamp in bf16 is `torch.autocast("cpu")` and Inductor, or Inductor alone where that autocast does not run '
         "the model. *added* is the time inside fxamp "
         f"relative to the rest; the targets are {LARGEST_COLD:.0%} cold and {LARGEST_WARM:.0%} warm. Made by "
-        "`python -m bench.zoo --compile-time --only NAME ...`."
+        "`python -m bench.zoo --compile-time --only NAME ...` (three repetitions, or `--repetitions 1`), with "
+        f"`--systems {OWN}` where no peer was measured."
     )
     return "\n".join(
         ["## Compile time", "", text, "", *summary(starts), "", *head, *(_line(name, starts) for name in names), ""]
