@@ -63,6 +63,14 @@ class Agreement:
         self._num_stale = self._mailbox.num_waiting
         return True
 
+    def is_so_everywhere(self, is_so: bool) -> bool:
+        """Do all ranks say so, now? Waits for them: only where all of them ask."""
+        from torch import distributed
+
+        least = torch.full_like(self._least, is_so)
+        distributed.all_reduce(least, distributed.ReduceOp.MIN, group=self._group)
+        return bool(least)
+
     @property
     def num_ranks(self) -> int:
         from torch import distributed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +41,12 @@ def why_not_recorded(modules: Iterable[nn.Module], device: torch.device, group: 
         return "the collectives of DTensors are not recorded yet"
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in modules):
         return "a part of the model is compiled by itself: give DDP the model as it is, which the step compiles"
-    return next((why for m in modules if isinstance(m, DistributedDataParallel) for why in _unfit(m)), "")
+    return why_not_reduced([m for m in modules if isinstance(m, DistributedDataParallel)])
+
+
+def why_not_reduced(ddps: Iterable[DistributedDataParallel]) -> str:
+    """Why the reductions of these cannot be recorded; "" if they can."""
+    return next((why for ddp in ddps for why in _unfit(ddp)), "")
 
 
 def _backend_of(group: Any, device: torch.device) -> str:
@@ -52,7 +58,7 @@ def _backend_of(group: Any, device: torch.device) -> str:
 
 
 def _unfit(ddp: DistributedDataParallel) -> Iterable[str]:
-    """Reasons why the reductions of this one cannot be recorded."""
+    """Reasons."""
     if ddp.find_unused_parameters and not ddp.static_graph:
         yield "DDP's find_unused_parameters=True asks the host which parameters were used"
     if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
@@ -93,22 +99,20 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
         close()
 
 
-def move_to(ddps: Sequence[DistributedDataParallel], stream: torch.cuda.Stream) -> None:
-    """Lets DDP hand over gradients on the stream that steps are recorded on.
+def move_to(ddps: Sequence[DistributedDataParallel], aside: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Lets DDP hand over gradients on the stream that steps are recorded on, `aside`.
 
     A gradient arrives on the stream that was the current one when DDP was built, usually the default stream, which cannot be
     recorded; PyTorch's notes on CUDA graphs therefore ask users to build DDP on a side stream. Its reducer is built anew here,
     by what DDP itself does after it was unpickled; every rank has to.
     """
     for ddp in ddps:
+        ddp.reducer._remove_autograd_hooks()  # whoever else holds it
         ddp.reducer = ddp.logger = None  # pyright: ignore[reportAttributeAccessIssue]
     gc.collect()  # nodes of autograd that accumulate gradients live as long as anything holds them
-    now = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(now)
-    with torch.cuda.stream(stream):
+    with aside():
         for ddp in ddps:
             rebuild(ddp)
-    now.wait_stream(stream)
 
 
 def rebuild(ddp: DistributedDataParallel) -> None:

@@ -80,6 +80,9 @@ class Scaler:
         """fp32 [], the largest finite gradient since the last update."""
         self._by_region: Tensor | None = None
         """fp32 [2, number of regions], as `Flags.by_region`, since the last update."""
+        self._dropped: tuple[Tensor, Tensor, Tensor] | None = None
+        """The same three of gradients that nobody used, which this rank alone knows of: all agree on them in the next step.
+        Where there are no other ranks, they are noted at once."""
         self._at_floor = Mailbox()
         self._told_of_floor = False
         stepping.before().add(self)
@@ -263,18 +266,20 @@ class Scaler:
             self.dropped(optimizer)
             waits = self._somebody_waits()
             if not waits:
+                # A rank that moved the scale by what it alone knows would have another one than the others, for good.
+                self._dropped = None
                 self.close_round()
         if not waits:
             yield
             return
-        before, stepped = (self._overflowed, self._largest, self._by_region), list(self._stepped)
+        before, stepped = (self._overflowed, self._largest, self._by_region, self._dropped), list(self._stepped)
         asides = [(flags, flags.put_aside()) for flags in self._flags.values()]
-        self._overflowed = self._largest = self._by_region = None
+        self._overflowed = self._largest = self._by_region = self._dropped = None
         self._stepped.clear()
         try:
             yield
         finally:
-            self._overflowed, self._largest, self._by_region = before
+            self._overflowed, self._largest, self._by_region, self._dropped = before
             self._stepped.update(stepped)
             for flags, aside in asides:
                 flags.put_back(aside)
@@ -295,7 +300,8 @@ class Scaler:
     @property
     def is_amid_a_round(self) -> bool:
         """Have gradients arrived, or been looked at, since the scale last moved?"""
-        return self._overflowed is not None or any(flags.arrivals for flags in self._flags.values())
+        is_noted = self._overflowed is not None or self._dropped is not None
+        return is_noted or any(flags.arrivals for flags in self._flags.values())
 
     @torch.no_grad()
     def close_round(self) -> None:
@@ -310,7 +316,7 @@ class Scaler:
 
     def forget_round(self) -> None:
         """Forgets a step that broke off."""
-        self._overflowed = self._largest = self._by_region = None
+        self._overflowed = self._largest = self._by_region = self._dropped = None
         self._stepped.clear()
         for flags in self._flags.values():
             flags.clear(self.scale_on(flags.device))
@@ -344,19 +350,26 @@ class Scaler:
                 anywhere = torch.maximum(anywhere, flags.any_overflow(but=others).to(device, non_blocking=True))
                 if self.regions:
                     by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
-        # What was noted of gradients that nobody used (`dropped`) is this rank's own so far.
-        if self._overflowed is not None:
-            anywhere = torch.maximum(anywhere, self._overflowed.to(device, non_blocking=True))
-        if self._largest is not None:
-            largest = torch.maximum(largest, self._largest.to(device, non_blocking=True))
-        if self._by_region is not None:
-            by_region = torch.maximum(by_region, self._by_region.to(device, non_blocking=True))
+        if self._dropped is not None:
+            told = (x.to(device, non_blocking=True) for x in self._dropped)
+            anywhere, largest, by_region = map(torch.maximum, (anywhere, largest, by_region), told)
+            self._dropped = None
         bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
         if self.regions:
             self._note_by_region(by_region.to(state.scale.device, non_blocking=True))
         self._note_largest(largest.to(state.scale.device, non_blocking=True))
         self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
         return bad
+
+    def _note_dropped(self, overflowed: Tensor, largest: Tensor, by_region: Tensor) -> None:
+        if ranks.is_one_of_many():
+            before, now = self._dropped, (overflowed, largest, by_region)
+            self._dropped = now if before is None else (*map(torch.maximum, before, now),)  # pyright: ignore
+            return
+        self._note_overflow(overflowed)
+        self._note_largest(largest)
+        if self.regions:
+            self._note_by_region(by_region)
 
     def _note_overflow(self, overflowed: Tensor) -> None:
         self._overflowed = overflowed if self._overflowed is None else torch.maximum(self._overflowed, overflowed)
@@ -436,11 +449,9 @@ class Scaler:
         ids = skipping.ids(optimizer)
         for flags in self._flags.values():
             if not flags.arrivals.isdisjoint(ids):
-                device = self.state().scale.device
-                self._note_overflow(flags.overflow_of(ids).to(device, non_blocking=True))
-                self._note_largest(flags.largest(but=self._others_than(ids)).to(device, non_blocking=True))
-                if self.regions:
-                    self._note_by_region(flags.by_region().to(device, non_blocking=True))
+                of_regions = flags.by_region() if self.regions else torch.zeros((2, 0), device=flags.device)
+                told = flags.overflow_of(ids), flags.largest(but=self._others_than(ids)), of_regions
+                self._note_dropped(*(x.to(self.state().scale.device, non_blocking=True) for x in told))
                 flags.clear(self.scale_on(flags.device), ids)
 
     def _update(self, *, clears: bool = True) -> None:
@@ -591,7 +602,7 @@ class Scaler:
         """Goes on from a state. Raises: InvalidOption for a state that is no loss scale's."""
         self._new_scale(torch.device("cpu")).load_state_dict(state)  # raises before anything has changed
         self._loaded = dict(state)
-        self._overflowed = self._largest = self._by_region = None
+        self._overflowed = self._largest = self._by_region = self._dropped = None
         self._stepped.clear()
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)

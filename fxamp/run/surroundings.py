@@ -89,6 +89,9 @@ class Surroundings:
             if name not in _OF_EVERY_MODULE and _is_plain(value)
         ]
         self.numbers = [place for place in named if isinstance(value := place(), nn.Module) or _is_plain(value)]
+        ddps = [m for m in self.watched if isinstance(m, nn.parallel.DistributedDataParallel)]
+        # A recording writes the buckets of the reducer that it was made with, and runs its hooks, or none.
+        self.numbers += [functools.partial(vars(m).get, name) for m in ddps for name in ("reducer", "_comm_hooks")]
 
     def look(self) -> World:
         """What there is now."""
@@ -127,9 +130,14 @@ class Surroundings:
         trained = map(_REQUIRES_GRAD, skipping.parameters(self.optimizer))
         return tuple(map(_TRAINING, self.watched)), tuple(trained)
 
+    def sees(self, tensors: Iterable[Tensor]) -> bool:
+        """Do these still stand where `watch` has found them?"""
+        return {id(place()) for place in self.places}.issuperset(map(id, tensors))
+
     def watch(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """From now on looks at the places where these stand, too. Returns those for which it has found none."""
-        missing = list(tensors)
+        seen = {id(place()) for place in self.places}
+        missing = [t for t in tensors if id(t) not in seen]
         if missing:
             forwards = dict.fromkeys(type(m).forward for m in self.watched)
             places = itertools.chain(

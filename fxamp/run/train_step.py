@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fxamp import errors
 from fxamp.run import (
@@ -134,6 +136,8 @@ class _Call(NamedTuple):
     takes_floats: bool
     """Python's, which Dynamo has made inputs."""
     caller: Running | None
+    made: tuple[StorageWeakRef, ...]
+    """The memory of what it returned, but for that of its arguments."""
 
 
 class _CannotRecord(RuntimeError):
@@ -153,12 +157,8 @@ class _Shape:
     num_warm: int = 0
     """Steps that ran as they are."""
     recordings: dict[Hashable, _Recording] = field(default_factory=dict)
-    seen: dict[Hashable, _Seen] = field(default_factory=dict)
-    """What graphs read in the last step that ran as it is, by what the recording of it would be found by."""
-
-
-_Seen = dict[int, weakref.ref[Tensor]]
-"""By id."""
+    num_prepared: dict[Hashable, int] = field(default_factory=dict)
+    """Steps that ran as they are, by what their recording would be found by; where there are other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +170,8 @@ class _Wish:
     place: Hashable
     batch: Batch
     precision: Mapping[str, str]
-    read: tuple[Tensor, ...]
-    """What graphs read beside the batch and what the step itself computes."""
+    strangers: tuple[Tensor, ...]
+    """What graphs read beside the batch, parameters, buffers, and what the step itself computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +240,13 @@ class TrainStep:
         self._agreement: Agreement | None = None
         """With the other ranks, on when to record; None: there are none, or nothing is recorded."""
         self._wishes: dict[Hashable, _Wish] = {}
+        self._reducers: Sequence[object] = ()
+        """Of DDP, in the last step that prepared a recording."""
+        self._num_reduced = 0
+        """Such steps since these are there."""
+        self._left: frozenset[int] = frozenset()
+        """Memory, by address of its record, that graphs of the last step had made, and somebody keeps."""
+        self._num_compiled = 0
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
         self._glance: Glance | None = None
@@ -248,7 +255,7 @@ class TrainStep:
         self._recorder = None if self._why_plain else Recorder(self._device)
         if is_one_of_many and self._recorder is not None:
             self._agreement = Agreement(self._device, group)
-            data_parallel.move_to(self._ddps(), self._recorder.stream)
+            data_parallel.move_to(self._ddps(), self._recorder.aside)
             data_parallel.call_before_groups_end(self.close)
         if self._on_cuda and not update.why_not(task.optimizer):
             self._update = FusedUpdate(task.optimizer)
@@ -343,7 +350,7 @@ class TrainStep:
             self._give_up(_TOO_LATE)
         loss = self._replay_or_launch(batch)
         if self._agreement is not None and self._agreement.hear():
-            self._record_together()
+            self._record_together(self._agreement, batch)
         return loss
 
     def _replay_or_launch(self, batch: Batch) -> Tensor:
@@ -391,11 +398,14 @@ class TrainStep:
             self._scaler.after_replay(self._task.optimizer)
         return recording.loss.clone()
 
-    def _plain(self, batch: Batch, why: str) -> Tensor:
-        """The step as it is; where it is to be recorded later, on the stream of that."""
+    def _plain(self, batch: Batch, why: str, into: Sequence[Tensor] | None = None) -> Tensor:
+        """The step as it is; where it is to be recorded later, on the stream of that. `into`: what its tensors are copied to;
+        None: they are taken themselves."""
         self._num_plain[why] += 1
         self._surroundings.modules = self._task.modules()  # some may be others'
-        tensors = [x.to(self._device, non_blocking=True) for x in batch.tensors]
+        if into:
+            torch._foreach_copy_(list(into), list(batch.tensors), non_blocking=True)
+        tensors = [x.to(self._device, non_blocking=True) for x in batch.tensors] if into is None else into
         if self._on_cuda:
             self._rates.refresh()
         if self._recorder is None:
@@ -519,7 +529,7 @@ class TrainStep:
             breaks = [program for program in breaks if self._objective.__code__.co_name not in program.code.co_name]
         if (breaks or not can_ask) and not self._has_told_of_breaks:
             self._has_told_of_breaks = True
-            num_graphs = len({program.code for program in programs})
+            num_graphs = len({id(program.code) for program in programs})
             self._note(
                 f"train_step: a micro-batch runs {num_graphs} graphs, not one: numbers that Python computes between them are "
                 "recorded as they are now. torch._dynamo.explain(model)(*batch) says where graphs break"
@@ -593,12 +603,16 @@ class TrainStep:
 
         def compile_noting(gm: Any, examples: Any) -> Callable[..., Any]:
             takes_floats = any(is_a_float(node) for node in gm.graph.find_nodes(op="placeholder"))
+            self._num_compiled += 1
             program = backend(gm, examples)
 
             def call(*args: Any) -> Any:
-                if self._calls is not None:
-                    self._calls.append(_Call(program, args, takes_floats, running()))
-                return program(*args)
+                if self._calls is None:
+                    return program(*args)
+                calls, caller = self._calls, running()
+                out = program(*args)
+                calls.append(_Call(program, args, takes_floats, caller, _made(out, args)))
+                return out
 
             return call
 
@@ -632,35 +646,100 @@ class TrainStep:
 
         No run of its own prepares a recording where there are other ranks: each call of a step has the collectives of one."""
         place, precision = self._place(), dict(self._precisions.current())
+        reducers = [ddp.reducer for ddp in self._ddps()]
+        if len(reducers) != len(self._reducers) or not all(map(operator.is_, reducers, self._reducers)):
+            self._reducers, self._num_reduced = reducers, 0
+        self._num_reduced += 1
+        # What Dynamo compiles now, for the tensors that a recording reads, it need not compile while it is made: they have
+        # other strides than those of the caller, and are never the same tensor twice.
+        is_waiting = (key, place) in self._wishes
         with self._listening() as calls:
-            loss = self._plain(batch, "warming up")
+            loss = self._plain(batch, "other ranks are not ready" if is_waiting else "warming up", shape.inputs)
         if any(call.takes_floats for call in calls):
             self._give_up(_TAKES_FLOATS)
             return loss
-        given = set(map(id, batch.tensors))
-        read = {id(x): x for call in calls for x in call.args if isinstance(x, Tensor) and id(x) not in given}
-        before, shape.seen[place] = shape.seen.get(place), {i: weakref.ref(x) for i, x in read.items()}
-        num_warmups = data_parallel.NUM_TIMED + 1 if self._ddps() else NUM_WARMUPS
-        if before is not None and self._num_plain.total() >= num_warmups and self._has_state():
-            # What one graph computes for another is a new tensor in each run.
-            stays = tuple(x for i, x in read.items() if i in before and before[i]() is x)
-            self._wishes[key, place] = _Wish(
-                key=key, shape=shape, place=place, batch=replace(batch, tensors=()), precision=precision, read=stays
-            )
-            agreement.say(True)
+        read = self._read_from_before(calls, shape)
+        num_prepared = shape.num_prepared[place] = shape.num_prepared.get(place, 0) + 1
+        is_warm = self._num_reduced > (data_parallel.NUM_TIMED if reducers else NUM_WARMUPS - 1)
+        if num_prepared >= NUM_WARMUPS and is_warm and self._has_state():
+            why_not = data_parallel.why_not_reduced(self._ddps())  # since the step was made
+            if why_not:
+                self._give_up(why_not)
+                return loss
+            with self._giving_up():  # now, and not when the others count on this rank
+                self._wishes[key, place] = _Wish(
+                    key=key,
+                    shape=shape,
+                    place=place,
+                    batch=replace(batch, tensors=()),
+                    precision=precision,
+                    strangers=self._strangers(read),
+                )
+                agreement.say(True)
         return loss
 
-    def _record_together(self) -> None:
-        """Records what was wished for first, as all ranks do now; that it has become useless meanwhile does not excuse."""
-        assert self._agreement is not None
+    def _read_from_before(self, calls: list[_Call], shape: _Shape) -> tuple[Tensor, ...]:
+        """What graphs have read in a step that was there before it, beside the batch. Forgets the calls.
+
+        Somebody may put another tensor in its place before each step. What Python makes between two graphs is gone behind
+        the step; what is not, somebody keeps, and may be from before.
+        """
+        own, made, left = set(map(id, shape.inputs)), set[int](), self._left
+        found = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()
+        for call in calls:
+            for x in call.args:
+                if isinstance(x, Tensor) and id(x) not in own and (memory := _memory(x)) not in made:
+                    found[id(x)] = weakref.ref(x), x if memory in left else None
+            made.update(ref.cdata for ref in call.made)
+        self._left = frozenset(ref.cdata for call in calls for ref in call.made if not ref.expired())
+        calls.clear()
+        call = x = None
+        return tuple(x for ref, kept in found.values() if (x := kept if kept is not None else ref()) is not None)
+
+    def _record_together(self, agreement: Agreement, batch: Batch) -> None:
+        """Records what was wished for first, as all ranks do now; where that has become useless meanwhile, what has just run,
+        for nothing: the others count on this rank. Where one of them fails, none goes on with what was recorded."""
         wish = self._wishes.pop(next(iter(self._wishes)))
-        self._agreement.say(bool(self._wishes))
+        agreement.say(bool(self._wishes))
+        error, before = None, self._why_plain
+        try:
+            self._record_wish(wish, batch)
+        except Exception as raised:
+            error = raised
+        if not agreement.is_so_everywhere(error is None and self._why_plain == before):
+            self._renew_reducers()  # one that waits for the rest of a backward would refuse every step to come
+            if error is None and not self._why_plain:
+                self._give_up("another rank cannot record it")
+                if self._must_record:
+                    error = errors.CudaGraphsUnavailable(
+                        "cuda_graphs='require', and another rank cannot record the training step",
+                        way_out="See what that rank says",
+                    )
+        if error is not None:
+            raise error
+
+    def _record_wish(self, wish: _Wish, batch: Batch) -> None:
+        is_current = True
         with self._giving_up(), self._precisions.kept():
             self._precisions.force(wish.precision)
-            recording = self._record(wish.batch, wish.shape, self._strangers(wish.read))
-            is_current = self._shapes.get(wish.key) is wish.shape and self._place() == wish.place
-            if recording is not None and is_current and not self._why_plain:
-                wish.shape.recordings[wish.place] = recording
+            is_current = self._shapes.get(wish.key) is wish.shape and self._place() == wish.place and not self._why_plain
+            is_current = is_current and self._surroundings.sees(wish.strangers)
+            if is_current:
+                recording = self._record(wish.batch, wish.shape, wish.strangers)
+                if recording is not None:
+                    wish.shape.recordings[wish.place] = recording
+        if is_current:
+            return
+        with self._giving_up():
+            inputs = [_static(x, self._device) for x in batch.tensors]
+            recording = self._record(replace(batch, tensors=()), _Shape(inputs=inputs), ())
+            if recording is not None:
+                recording.graph.reset()
+                self._num_recordings -= 1
+
+    def _renew_reducers(self) -> None:
+        if self._recorder is not None:
+            data_parallel.move_to(self._ddps(), self._recorder.aside)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Generator[None]:
@@ -684,21 +763,24 @@ class TrainStep:
         """Runs forward and backward of the precisions that are forced, and leaves no trace: kernels are loaded and tuned.
         Returns what graphs read beside the batch and what the step itself computes."""
         assert self._recorder is not None
-        seen = list[dict[int, Tensor]]()
+        seen, again = list[dict[int, Tensor]](), list[Tensor]()
+        self._left = frozenset()
         with self._recorder.aside():
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
                 with self._listening() as calls, self._specializing():
                     warming.step(self._loss, args, kwargs)
-                seen.append({id(x): x for call in calls for x in call.args if isinstance(x, Tensor)})
                 if any(call.takes_floats for call in calls):
                     raise _CannotRecord(_TAKES_FLOATS)
+                seen.append({id(x): x for call in calls for x in call.args if isinstance(x, Tensor)})
+                before = self._left  # what the model keeps from one step to the next
+                again = [x for x in self._read_from_before(calls, shape) if _memory(x) in before]
             if self._update is not None:
                 self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
         own = {id(x) for x in shape.inputs}
         # What one graph computes for another is a new tensor in each run.
-        return [x for key, x in seen[-1].items() if key in seen[0] and key not in own]
+        return [*again, *(x for key, x in seen[-1].items() if key in seen[0] and key not in own)]
 
     def _strangers(self, read: Iterable[Tensor]) -> tuple[Tensor, ...]:
         """What is neither a parameter nor a buffer of all that is read; from now on, where it stands is looked at.
@@ -732,7 +814,8 @@ class TrainStep:
             self._calls = None
 
     def _record(self, batch: Batch, shape: _Shape, read: Sequence[Tensor]) -> _Recording | None:
-        """None: the optimizer has made state, which each replay would make anew. A step that is not recorded has to."""
+        """None: the optimizer has made state, which each replay would make anew, or a program was compiled. A step that is not
+        recorded has to."""
         if self._update is not None and self._leaves.can_be_followed():
             try:
                 return self._record_one(batch, shape, read, follows=True)
@@ -745,7 +828,7 @@ class TrainStep:
         known = capturable.state_of(self._task.optimizer)
         if follows:
             self._leaves.bring_up_to_date(tuple(self._leaves))
-        settled = self._settled()
+        settled, num_compiled = self._settled(), self._num_compiled
         room = self._room = None if self._update is None else self._update.reserve()
         try:
             with self._listening() as calls, self._recorder.recording() as graph:
@@ -755,7 +838,7 @@ class TrainStep:
             has_new_state = capturable.forget_new(self._task.optimizer, known)  # it lies where a recording put it
         if self._update is not None:
             self._update.fill()
-        if has_new_state:
+        if has_new_state or self._num_compiled != num_compiled:  # a program's first call makes room that stays
             return None
         self._num_recordings += 1
         programs = [call.caller for call in calls if call.caller is not None]
@@ -802,6 +885,17 @@ class TrainStep:
         self._glance = None
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
+
+
+def _memory(x: Tensor) -> int:
+    """What tells it from other memory, as long as it is there."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+def _made(out: Any, args: Iterable[Any]) -> tuple[StorageWeakRef, ...]:
+    given = {_memory(x) for x in args if isinstance(x, Tensor)}
+    made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.layout is torch.strided and _memory(x) not in given]
+    return tuple(StorageWeakRef(x.untyped_storage()) for x in made)
 
 
 def _static(x: Tensor, device: torch.device) -> Tensor:

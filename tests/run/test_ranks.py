@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import socket
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from fxamp.run.agreement import Agreement
 from fxamp.run.observer import Observer
 from fxamp.run.train_step import TrainStep
 from fxamp.scheduler import CurvatureScheduler
-from tests.run.tape import taped
+from tests.run.tape import Recorder, taped
 from tests.run.test_observer import dial_of
 
 NUM_STEPS = 100
@@ -214,6 +215,51 @@ def dropped(rank: int) -> dict[str, Any]:
     return amp.state_dict()
 
 
+def dropped_before_steps(rank: int) -> dict[str, Any]:
+    """Gradients that somebody has looked at before a train step; those of one rank have overflowed."""
+    torch.compiler.reset()
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    torch.manual_seed(0)
+    inner = nn.Sequential(Block(), Block())
+    model, run = nn.parallel.DistributedDataParallel(inner), torch.compile(inner, backend=amp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = amp.train_step(model, F.mse_loss, optimizer)
+    for i in range(6):
+        if i in (2, 4):
+            (run(torch.ones(4, 8)).square().mean() * (math.inf if (rank, i) == (0, 2) else 1.0)).backward()
+        step(torch.ones(4, 8), torch.zeros(4, 8))
+    return {"state": amp.state_dict(), "weights": [p.detach().clone() for p in inner.parameters()]}
+
+
+def broken_off(rank: int, *, is_taped: bool) -> dict[str, Any]:
+    """A recording breaks off on one rank."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(Block(), Block()))
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def ask(*_: Any) -> None:
+        if Recorder.is_recording and rank == 1:
+            raise RuntimeError("a hook asks the host")
+
+    optimizer.register_step_post_hook(ask)
+    step = amp.train_step(model, F.mse_loss, optimizer)
+    if is_taped:
+        taped(step, pytest.MonkeyPatch())._agreement = Agreement(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(18):
+            x = torch.randn(4, 8, generator=generator)
+            step(x, torch.zeros_like(x))
+    step.close()
+    return {
+        "weights": [p.detach().clone() for p in model.parameters()],
+        "notes": [note for note in amp.report().notes if "from now on" in note],
+    }
+
+
 class Normed(nn.Module):
     """DDP broadcasts its buffers before each forward."""
 
@@ -299,6 +345,8 @@ def work(rank: int, kind: str, port: int, out: Path) -> None:
         distributed.destroy_process_group()
     else:
         facts["dropped"] = dropped(rank)
+        facts["dropped before steps"] = dropped_before_steps(rank)
+        facts["broken off"] = [broken_off(rank, is_taped=is_taped) for is_taped in (False, True)]
         facts["plain"], _ = recorded(rank, is_taped=False)
         facts["taped"], step = recorded(rank, is_taped=True)
         distributed.destroy_process_group()
@@ -367,6 +415,26 @@ def test_gradients_that_nobody_uses_lower_the_scale_of_all(ranks: list[dict[str,
     first, second = (facts["dropped"] for facts in ranks)
     assert first == second
     assert first["scaling"]["scale"] == 2.0**15
+
+
+def test_gradients_left_before_a_train_step_leave_ranks_equal(ranks: list[dict[str, Any]]):
+    """One alone knows that they overflowed."""
+    if "dropped before steps" not in ranks[0]:
+        return
+    first, second = (facts["dropped before steps"] for facts in ranks)
+    assert first["state"] == second["state"]
+    assert all(torch.equal(p, q) for p, q in zip(first["weights"], second["weights"], strict=True))
+
+
+def test_a_recording_that_breaks_off_on_one_rank_is_nobodys(ranks: list[dict[str, Any]]):
+    if "broken off" not in ranks[0]:
+        return
+    (plain, first), (_, second) = (facts["broken off"] for facts in ranks)
+    assert "another rank cannot record it" in first["notes"][0]
+    assert "a hook asks the host" in second["notes"][0]
+    for p, q, r in zip(first["weights"], second["weights"], plain["weights"], strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, r)
 
 
 def test_gradients_of_a_split_batch_travel_once(ranks: list[dict[str, Any]]):

@@ -3,18 +3,22 @@ has to come to the same bits; the tape knows addresses alone, as a CUDA graph do
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn, optim
+from torch import Tensor, distributed, nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import fxamp
 from fxamp import errors
-from fxamp.run import ranks, train_step
+from fxamp.run import data_parallel, ranks, train_step
+from fxamp.run.agreement import Agreement
+from fxamp.run.mailbox import Mailbox
 from fxamp.run.train_step import TrainStep
 from tests.programs import Fn
 from tests.run.tape import Recorder, taped
@@ -417,6 +421,242 @@ def test_a_number_behind_a_graph_break_is_seen(monkeypatch: pytest.MonkeyPatch):
                 losses.append(step(x, y))
         assert step.summary().num_recordings == (2 if is_taped else 0)
         results.append([*losses, *state_of(model, optimizer)])
+    assert same(*results)
+
+
+class Blocks(nn.Module):
+    """One program serves both, which have numbers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = BrokenBlock(), BrokenBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))[:, :4]
+
+
+class BrokenBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.config, self.shares = nn.Linear(8, 8), Settings(), [1.0, 2.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings, shares = self.config, self.shares
+
+        def shared(y: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return y * settings.share * shares[0]
+
+        return shared(torch.tanh(self.f(x)))
+
+
+@pytest.mark.parametrize("block", ["first", "second"])
+@pytest.mark.parametrize("what", ["an attribute", "an item"])
+def test_numbers_of_each_object_that_a_program_serves_are_seen(what: str, block: str, monkeypatch: pytest.MonkeyPatch):
+    results = list[list[Tensor]]()
+    for is_taped in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+        step = amp.train_step(model, F.mse_loss, optimizer)
+        if is_taped:
+            taped(step, monkeypatch)
+        losses = list[Tensor]()
+        for i, (x, y) in enumerate(batches(CPU, 9)):
+            if i == 5:
+                of = model.get_submodule(block)
+                assert isinstance(of, BrokenBlock)
+                if what == "an attribute":
+                    of.config.share = 0.5
+                else:
+                    of.shares[0] = 0.5
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                losses.append(step(x, y))
+        assert step.summary().num_recordings == (2 if is_taped else 0)
+        results.append([*losses, *state_of(model, optimizer)])
+    assert same(*results)
+
+
+class Recurrent(nn.Module):
+    """Keeps what it computes for the next step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.last = nn.Linear(8, 4), torch.zeros(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x) + self.last
+        self.last = y.detach() * 0.5
+        return y
+
+
+def test_what_a_model_keeps_from_step_to_step_is_not_recorded(monkeypatch: pytest.MonkeyPatch):
+    """A replay would read that of the step before the recording for ever."""
+    torch._dynamo.reset()
+    model = Recurrent()
+    optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
+    step = taped(amp.train_step(model, F.mse_loss, optimizer), monkeypatch)
+    data = list(batches(CPU, 5))
+    for x, y in data[:2]:
+        step(x, y)
+    with pytest.warns(fxamp.FxampWarning, match="neither a parameter nor a buffer"):
+        step(*data[2])
+    for x, y in data[3:]:
+        step(x, y)
+    assert step.summary().num_replayed == 0
+
+
+# ---- one rank of one -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """It agrees with itself."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+NUM_CALLS, LAG_STEPS = 28, 3
+"""DDP times ten steps; the answer to a wish of the eleventh call arrives in the fifteenth."""
+
+
+class Ranked:
+    """A training under DDP."""
+
+    def __init__(self, kind: type[nn.Module] = Small) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.inner: Any = kind()
+        self.model = nn.parallel.DistributedDataParallel(self.inner)
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+
+    def loss(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y[:, :4])
+
+
+class Failing(torch.autograd.Function):
+    """Its backward asks the host."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if Recorder.is_recording:
+            raise RuntimeError("a backward asks the host")
+        return gradients[0]
+
+
+@torch._dynamo.disable
+def fails_backward(x: Tensor) -> Tensor:
+    return Failing.apply(x)  # pyright: ignore[reportReturnType]
+
+
+class Halfway(nn.Module):
+    """One gradient has arrived when its backward asks the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.g(fails_backward(self.f(x)))
+
+
+def feed_twins(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x
+
+
+def feed_columns(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.cat([x, x + 1], 1)
+    return wide[:, :8], wide[:, 8:]
+
+
+def feed_and_replace(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    b.inner.plain = torch.full((8,), 0.5 + 0.125 * i)
+    return x, torch.zeros_like(x)
+
+
+def feed_and_replace_once(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    if i in (12, 22):
+        b.inner.plain = torch.full((8,), 0.5 + 0.125 * i)
+    return x, torch.zeros_like(x)
+
+
+def feed_and_renew(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    if i == 18:  # as a second train step of the same model does
+        data_parallel.move_to([b.model], contextlib.nullcontext)
+    return x, torch.zeros_like(x)
+
+
+def feed_and_hook(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    if i == 18:
+        b.model.register_comm_hook(None, allreduce_hook)
+    return x, torch.zeros_like(x)
+
+
+def feed_shapes(b: Ranked, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[: 8 - i % 2], torch.zeros_like(x[: 8 - i % 2])
+
+
+FEEDS: dict[Callable[[Ranked, int, Tensor], tuple[Tensor, Tensor]], int] = {
+    feed_twins: NUM_CALLS - 15,
+    feed_columns: NUM_CALLS - 15,
+    feed_and_replace: 0,
+    feed_and_replace_once: NUM_CALLS - 15 - 6,
+    feed_and_renew: 3,
+    feed_and_hook: 3,
+    feed_shapes: NUM_CALLS - 17,
+}
+"""And how many calls are replayed."""
+
+
+@pytest.mark.filterwarnings("ignore:train_step. from now on each step")
+@pytest.mark.parametrize("feed", FEEDS, ids=lambda f: f.__name__)
+def test_what_changes_while_ranks_agree(feed: Any, one_rank: None, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is compiled while the step is recorded, and what is recorded is the step of now."""
+    results = list[list[Tensor]]()
+    for is_taped in (False, True):
+        b = Ranked()
+        step = b.amp.train_step(b.model, b.loss, b.optimizer)
+        if is_taped:
+            agreeing(step, monkeypatch)
+        losses = [step(*feed(b, i, x)) for i, (x, _) in enumerate(batches(CPU, NUM_CALLS))]
+        results.append([*losses, *state_of(b.model, b.optimizer), b.amp.loss_scale])
+        if is_taped:
+            assert step.summary().num_replayed == FEEDS[feed], step.summary()
+            assert "other ranks are not ready" in step.summary().num_plain
+    assert same(*results)
+
+
+def agreeing(step: TrainStep, patch: pytest.MonkeyPatch) -> TrainStep:
+    """Recorded as where there are other ranks."""
+    step = taped(step, patch)
+    step._agreement = Agreement(CPU)
+    step._agreement._mailbox = Mailbox(LAG_STEPS)
+    return step
+
+
+def test_a_backward_that_breaks_off_a_recording_leaves_ddp_whole(one_rank: None, monkeypatch: pytest.MonkeyPatch):
+    """Its reducer waits for the gradients that did not come, and would refuse every step from then on."""
+    results = list[list[Tensor]]()
+    for is_taped in (False, True):
+        b = Ranked(Halfway)
+        step = b.amp.train_step(b.model, b.loss, b.optimizer)
+        if is_taped:
+            agreeing(step, monkeypatch)
+        losses = list[Tensor]()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for x, _ in batches(CPU, NUM_CALLS):
+                losses.append(step(x, x))
+        assert any("a backward asks the host" in str(w.message) for w in told) == is_taped
+        results.append([*losses, *state_of(b.model, b.optimizer), b.amp.loss_scale])
     assert same(*results)
 
 
