@@ -20,6 +20,9 @@ CAPTURABLE: Final = (
 FUSED: Final = (optim.SGD, optim.Adam, optim.AdamW)
 """Those of torch that do with fused=True, and read the learning rate there."""
 
+_WITH_MOMENTS: Final = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)
+"""Two numbers for each of a parameter, like it."""
+
 CHANGES: Final = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"})
 """Keys of a group that no recording holds fast: parameters are looked at by themselves, the learning rate is a tensor, and
 the others belong to schedules."""
@@ -79,6 +82,18 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else id(value)
+
+
+def like_state_of(optimizer: Optimizer) -> list[Tensor]:
+    """As much memory as the state will take that an optimizer has not made yet; none for those of which it is not known."""
+    num_of_each = 2 if isinstance(optimizer, _WITH_MOMENTS) else 0
+    return [
+        torch.empty_like(p, requires_grad=False)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+        for _ in range(1 if isinstance(optimizer, optim.SGD) and group["momentum"] else num_of_each)
+    ]
 
 
 def state_of(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:

@@ -265,7 +265,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
-        self._has_told_of_breaks = self._has_looked_for_gradients = self._has_made_room = False
+        self._has_told_of_breaks = self._has_looked_for_gradients = False
         self._is_closed = False
         self._forms: set[tuple[int | str, ...]] = set()
         """Numbers of arguments, and their names, that the step was called with."""
@@ -427,6 +427,9 @@ class TrainStep:
     def _compute(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool) -> Tensor:
         task, total = self._task, None
         self._drop_gradients()
+        # The state that the optimizer makes in its first step stays. It is to lie in memory of its own, not in what gradients
+        # leave of the blocks of activations, which could not be given back then.
+        room = [] if task.optimizer.state or not self._on_cuda else capturable.like_state_of(task.optimizer)
         self._leaves.begin(copies=not follows)
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
@@ -446,11 +449,7 @@ class TrainStep:
         assert total is not None
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
-        if self._on_cuda and not self._has_made_room:
-            # Else the state that the optimizer makes now, for good, would lie in blocks that activations have left, and keep
-            # what it leaves of them from the recording.
-            torch.cuda.empty_cache()
-            self._has_made_room = True
+        room.clear()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
         if self._scaler is not None:
