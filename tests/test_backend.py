@@ -29,7 +29,7 @@ def test_the_name_works_without_importing_fxamp():
         "import fxamp; print(fxamp.shared(precision='bf16', lower='aot_eager').report().num_low_ops)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "1", done.stderr
+    assert done.stdout.strip() == "2", done.stderr
 
 
 @pytest.mark.usefixtures("by_name")
