@@ -161,7 +161,7 @@ def test_without_a_gpu():
     reason = "no CUDA graphs on cpu"
     forward, backward = (Replay(phase=phase, is_captured=False, reason=reason) for phase in get_args(Phase))
     assert report.cuda_graphs == ((0, "bf16", forward), (0, "bf16", backward), (1, "bf16", forward))
-    assert "graph 0 (bf16): CUDA graph: off (no CUDA graphs on cpu)" in str(report)
+    assert "graphs 0-1: CUDA graph: off (no CUDA graphs on cpu)" in str(report)
 
 
 def on_paper(**_: Any) -> CudaGraphs:
