@@ -81,6 +81,15 @@ def computes_with_it_later():
     return result * 2.0
 
 
+def computes_with_it_in_the_next_turn():
+    result = None
+    for _ in range(2):
+        if result is not None:
+            str(result)
+        result = waits()
+    return result
+
+
 def computes_with_it_in_place():
     result = waits()
     result *= 2.0
@@ -180,7 +189,8 @@ def test_it_hands_on(function: Callable[[], Any]):
 @pytest.mark.parametrize(
     "function",
     [
-        computes_with_it, computes_with_it_later, computes_with_it_in_place, computes_with_it_under_another_name,
+        computes_with_it, computes_with_it_later, computes_with_it_in_the_next_turn, computes_with_it_in_place,
+        computes_with_it_under_another_name,
         computes_with_it_on_one_way, asks_for_its_value, gives_it_to_a_call, calls_a_method_of_it, stores_it, sums_it_up,
         adds_it_up, unpacks_it, shows_it_to_another_function, reads_all_names, tries, lambda: waits(),
     ],

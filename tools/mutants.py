@@ -369,6 +369,30 @@ MUTANTS: Final = (
             "        if False:\n            return self._keep",
         ),
     ),
+    Mutant(
+        "plan: readers of what is widened early keep their strides",
+        "fxamp/plan.py",
+        "            elif decision.value is not graph.value_of(node) and not changed.isdisjoint(node.all_input_nodes):\n",
+        "            elif False:\n",
+        ("tests/testing/test_found_programs.py",),
+    ),
+    # ---- who gets low outputs -------------------------------------------------------------------------------
+    *_each(
+        "fxamp/handing_on.py",
+        ("tests/test_handing_on.py",),
+        ("handing on: names that others read", "and name not in _shared(function) and", "and"),
+        ("handing on: loops", "return not any(b.repeats for b in blocks) and", "return"),
+        (
+            "handing on: what reads the value",
+            "                case _ if self.reads(statement):\n",
+            "                case _ if False:\n",
+        ),
+        (
+            "handing on: two calls in a statement",
+            "    if sum(isinstance(node, ast.Call) for node in ast.walk(waiting)) != 1:\n",
+            "    if False:\n",
+        ),
+    ),
     # ---- legality -------------------------------------------------------------------------------------------
     *_each(
         "fxamp/legal.py",
