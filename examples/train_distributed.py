@@ -125,8 +125,9 @@ def fingerprint(parameter: Tensor) -> str:
 # ---- the processes -----------------------------------------------------------------------------------------------------
 def work(args: argparse.Namespace) -> None:
     """What each rank does, with the variables that torchrun sets."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if ON_CUDA else torch.device("cpu")
-    if ON_CUDA:
+    device = torch.device("cpu")
+    if ON_CUDA:  # two ranks may share a GPU, if NCCL lets them: NCCL_MULTI_RANK_GPU_ENABLE=1, from 2.31 on
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if ON_CUDA else "gloo")
     try:
