@@ -114,8 +114,8 @@ def test_a_recorded_step_with_collectives_is_the_plain_one(nccl: None, precision
         recorded, summary = trained(precision, cuda_graphs="require", **options)
     assert summary.num_recordings == 1
     assert summary.num_replayed > 30, summary
-    # Not bit for bit: here two trainings that launch their kernels on different streams differ by rounding. On a tape they do
-    # not (tests/run/test_ranks.py). Another batch's loss is 3 % away.
+    # Not bit for bit: two trainings here, each on a stream of its own, were seen to differ by rounding before anything was
+    # recorded. On a tape they do not (tests/run/test_ranks.py). Another batch's loss is 3 % away.
     for p, q in zip(plain, recorded, strict=True):
         torch.testing.assert_close(q, p, rtol=5e-3, atol=2e-3, equal_nan=True)
 
