@@ -86,14 +86,13 @@ def _frozen(value: Any) -> Hashable:
 
 def like_state_of(optimizer: Optimizer) -> list[Tensor]:
     """As much memory as the state will take that an optimizer has not made yet; none for those of which it is not known."""
-    num_of_each = 2 if isinstance(optimizer, _WITH_MOMENTS) else 0
-    return [
-        torch.empty_like(p, requires_grad=False)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.requires_grad
-        for _ in range(1 if isinstance(optimizer, optim.SGD) and group["momentum"] else num_of_each)
-    ]
+    made = list[Tensor]()
+    for group in optimizer.param_groups:
+        is_momentum = isinstance(optimizer, optim.SGD) and bool(group["momentum"])
+        num_of_each = 2 if isinstance(optimizer, _WITH_MOMENTS) else int(is_momentum)
+        trained = [p for p in group["params"] if p.requires_grad]
+        made += [torch.empty_like(p, requires_grad=False) for p in trained for _ in range(num_of_each)]
+    return made
 
 
 def state_of(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:

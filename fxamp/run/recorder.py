@@ -30,14 +30,14 @@ class Recorder:
     """Records on one device. All that it records shares one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self.stream, self._pool = device, _stream_of(device), torch.cuda.graph_pool_handle()
+        self._device, self._stream, self._pool = device, _stream_of(device), torch.cuda.graph_pool_handle()
 
     @contextlib.contextmanager
     def recording(self) -> Generator[Graph]:
         """What is launched inside goes into the graph, and does not run."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (of data loaders) may allocate meanwhile: only what this one does may break the recording.
-        capture = torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local")
+        capture = torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local")
         with _own_workspaces(), capture:
             yield graph
 
@@ -46,14 +46,14 @@ class Recorder:
         """What is launched inside, and reads what is `given`, runs on the stream of recordings, behind all that was launched
         before, and before all that is launched later."""
         now = torch.cuda.current_stream(self._device)
-        self.stream.wait_stream(now)
+        self._stream.wait_stream(now)
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self._stream):
                 yield
         finally:
-            now.wait_stream(self.stream)
+            now.wait_stream(self._stream)
             for x in given:
-                x.record_stream(self.stream)
+                x.record_stream(self._stream)
 
     def hand_out(self, made: Tensor) -> Tensor:
         """What was made aside, for the stream of now."""

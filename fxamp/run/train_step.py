@@ -240,7 +240,7 @@ class TrainStep:
         self._agreement: Agreement | None = None
         """With the other ranks, on when to record; None: there are none, or nothing is recorded."""
         self._wishes: dict[Hashable, _Wish] = {}
-        self._reducers: Sequence[object] = ()
+        self._reducers: list[Any] = []
         """Of DDP, in the last step that prepared a recording."""
         self._num_reduced = 0
         """Such steps since these are there."""
@@ -646,7 +646,7 @@ class TrainStep:
         No run of its own prepares a recording where there are other ranks: each call of a step has the collectives of one."""
         place, precision = self._place(), dict(self._precisions.current())
         reducers = [ddp.reducer for ddp in self._ddps()]
-        if len(reducers) != len(self._reducers) or not all(map(operator.is_, reducers, self._reducers)):
+        if reducers != self._reducers:  # they are equal to themselves alone
             self._reducers, self._num_reduced = reducers, 0
         self._num_reduced += 1
         # What Dynamo compiles now, for the tensors that a recording reads, it need not compile while it is made: they have

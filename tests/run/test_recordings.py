@@ -402,26 +402,38 @@ class Broken(nn.Module):
         return self.g(x) * self.config.share
 
 
-def test_a_number_behind_a_graph_break_is_seen(monkeypatch: pytest.MonkeyPatch):
-    """Of the user's own object, which no module holds: the programs behind the break were compiled for it."""
+def follows(
+    made: Callable[[], nn.Module], count: int, change: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Is a model that is changed before each of so many steps, behind graph breaks, trained to the same bits recorded, in two
+    recordings, as it is when it is not?"""
     results = list[list[Tensor]]()
     for is_taped in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Broken()
+        model = made()
         optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
         step = amp.train_step(model, F.mse_loss, optimizer)
         if is_taped:
             taped(step, monkeypatch)
         losses = list[Tensor]()
-        for i, (x, y) in enumerate(batches(CPU, 12)):
-            model.config.share = 1.0 if i < 6 else 0.5
+        for i, (x, y) in enumerate(batches(CPU, count)):
+            change(model, i)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 losses.append(step(x, y))
         assert step.summary().num_recordings == (2 if is_taped else 0)
         results.append([*losses, *state_of(model, optimizer)])
-    assert same(*results)
+    return same(*results)
+
+
+def test_a_number_behind_a_graph_break_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Of the user's own object, which no module holds: the programs behind the break were compiled for it."""
+
+    def change(model: Broken, i: int) -> None:
+        model.config.share = 1.0 if i < 6 else 0.5
+
+    assert follows(Broken, 12, change, monkeypatch)
 
 
 class Blocks(nn.Module):
@@ -453,30 +465,15 @@ class BrokenBlock(nn.Module):
 @pytest.mark.parametrize("block", ["first", "second"])
 @pytest.mark.parametrize("what", ["an attribute", "an item"])
 def test_numbers_of_each_object_that_a_program_serves_are_seen(what: str, block: str, monkeypatch: pytest.MonkeyPatch):
-    results = list[list[Tensor]]()
-    for is_taped in (True, False):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer, amp = optim.SGD(model.parameters(), lr=0.1, fused=True), fxamp.Amp(precision="bf16", lower="aot_eager")
-        step = amp.train_step(model, F.mse_loss, optimizer)
-        if is_taped:
-            taped(step, monkeypatch)
-        losses = list[Tensor]()
-        for i, (x, y) in enumerate(batches(CPU, 9)):
-            if i == 5:
-                of = model.get_submodule(block)
-                assert isinstance(of, BrokenBlock)
-                if what == "an attribute":
-                    of.config.share = 0.5
-                else:
-                    of.shares[0] = 0.5
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                losses.append(step(x, y))
-        assert step.summary().num_recordings == (2 if is_taped else 0)
-        results.append([*losses, *state_of(model, optimizer)])
-    assert same(*results)
+    def change(model: Blocks, i: int) -> None:
+        of = model.get_submodule(block)
+        assert isinstance(of, BrokenBlock)
+        if i == 5 and what == "an attribute":
+            of.config.share = 0.5
+        elif i == 5:
+            of.shares[0] = 0.5
+
+    assert follows(Blocks, 9, change, monkeypatch)
 
 
 class Recurrent(nn.Module):
