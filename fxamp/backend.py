@@ -178,6 +178,7 @@ class Amp:
             outputs=_output_dtype(gm, options),
             weights=self._weights if leaves is None else leaves,
             copied=() if captured.trains and leaves is None else (leaves or self._weights).positions(example_inputs),
+            is_recorded=leaves is not None and options.cuda_graphs is not False and captured.device.type == "cuda",
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
@@ -579,6 +580,10 @@ _USERS_TO_SOLVE: Final = (
 """What raises under on_error="eager" too: a promise was asked for that cannot be kept."""
 
 
+SMALL_BYTES: Final = 128 << 20
+"""Of the values that a recorded graph computes. Up to here its launches may well run side by side (`run.branches`)."""
+
+
 # ---- the arrows, between this module and the stages -----------------------------------------------------------------------
 def _precision_on(device: torch.device, wanted: str) -> tuple[str, tuple[str, ...]]:
     """(the precision that a graph on `device` runs in, notes on why it is another than the one asked for)."""
@@ -620,6 +625,8 @@ class _Shared:
     weights: WeightCopies | LowLeaves
     copied: tuple[int, ...]
     """Positions of the inputs of which low copies are kept."""
+    is_recorded: bool
+    """Is it part of a CUDA graph that a train step records?"""
     programs: dict[str, Program] = field(default_factory=dict)
     """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
 
@@ -642,7 +649,9 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
     inputs = captured.gm.graph.find_nodes(op="placeholder")
     copied = [inputs[i].name for i in shared.copied]
     measures = (options.mode or "").startswith("max-autotune")
-    steps = rewrite.passes_for(captured, made, relaxed=options.relaxed, frozen=copied, measures=measures)
+    steps = rewrite.passes_for(
+        captured, made, relaxed=options.relaxed, frozen=copied, measures=measures, is_recorded=shared.is_recorded
+    )
     changes = passes.run(rewritten, steps, check)
     program = _lower(rewritten, made, shared)
     notes = [note for rung in dict.fromkeys(dict(assignment.precisions).values()) for note in resolved[rung][1]]
@@ -714,6 +723,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         relaxed=joint.relaxed(options.relaxed, made.low),
         scaling=scaling,
         watch=watch,
+        reuses_buffers=not (shared.is_recorded and captured.num_bytes <= SMALL_BYTES),
     )
     digest = _digest(captured, made, (settings, taken))
     if digest not in shared.programs:

@@ -96,6 +96,14 @@ class Captured:
         """The facts of the graph's nodes and of those of all graphs nested in it."""
         return (*self.facts.values(), *(facts for body in self.bodies.values() for facts in body.everywhere))
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all values that the graph computes, views too, in the example that it was traced for."""
+        calls = (node for node in self.gm.graph.nodes if node.op.startswith("call_"))
+        values = (value for node in calls for value in graph.tensors_of(graph.value_of(node)))
+        inside = sum(body.num_bytes for body in self.bodies.values())
+        return inside + sum(graph.numel(value) * value.element_size() for value in values)
+
     @functools.cached_property
     def callers(self) -> Mapping[str, list[fx.Node]]:
         """The higher-order operations that call each body."""

@@ -55,6 +55,9 @@ class Settings:
     """Is the backward compiled now, rather than when the first one runs?"""
     watch: Watch | None = None
     """What is read of the values of the graph, beside computing them."""
+    reuses_buffers: bool = True
+    """May Inductor write a result where another was? What is read there has to be read before, in whatever order kernels could
+    run otherwise."""
     joint_passes: bool = True
     """False compiles the graph as if fxamp were not there."""
 
@@ -284,6 +287,8 @@ def _inductor(
 
     patches: dict[str, Any] = dict(torch._inductor.list_mode_options(settings.mode or "default"))
     patches["triton.cudagraphs"] = settings.cuda_graphs
+    if not settings.reuses_buffers:
+        patches |= {"allow_buffer_reuse": False, "inplace_buffers": False}
     if settings.keeps_roundings:
         patches["emulate_precision_casts"] = True
     if steps:

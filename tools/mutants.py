@@ -393,6 +393,31 @@ MUTANTS: Final = (
             "    if False:\n",
         ),
     ),
+    # ---- launches side by side ------------------------------------------------------------------------------
+    *_each(
+        "fxamp/run/branches.py",
+        ("tests/run/test_branches.py",),
+        (
+            "branches: readers of what is written do not wait",
+            "                if writes or wrote:\n",
+            "                if wrote:\n",
+        ),
+        (
+            "branches: writers of what is read do not wait",
+            "                if writes or wrote:\n",
+            "                if writes:\n",
+        ),
+        ("branches: nobody waits for what is put off", "(touches[address] or writes)", "False"),
+        ("branches: the main branch is not waited for", "            self._wait(branch, self._mark(0))\n", ""),
+        ("branches: nobody waits for sharers in the main branch", "        self._wait_for_sharers(0, touches)\n", ""),
+        ("branches: nobody waits for sharers in others", "            self._wait_for_sharers(branch, touches)\n", ""),
+        ("branches: what strangers do is known", "        if not given.is_known:\n", "        if False:\n"),
+        ("branches: nothing is held", "            self._held.extend(given.tensors)\n", ""),
+        ("branches: other launches follow the plan", "self._follows and i < len(plan.names) and ", "i < len(plan.names) or "),
+        ("branches: arguments of the user's kernels are read", 'or not name.startswith("in_ptr")', ""),
+        ("branches: what is called in_ptr is never written", "(name in mutated or not ", "(not "),
+        ("branches: launches in other languages", ' and makers <= {"triton", "wait"}', ""),
+    ),
     # ---- legality -------------------------------------------------------------------------------------------
     *_each(
         "fxamp/legal.py",

@@ -10,7 +10,7 @@ from fxamp.capture import Captured
 from fxamp.passes import Pass
 from fxamp.plan import Plan
 from fxamp.rewrite.attention import LowAttention
-from fxamp.rewrite.backends import ChooseAttentionKernels
+from fxamp.rewrite.backends import ChooseAttentionKernels, FlashForSmall
 from fxamp.rewrite.composites import SeeIntoComposites
 from fxamp.rewrite.following import MarkFollowing
 from fxamp.rewrite.groups import GroupQueries
@@ -44,10 +44,17 @@ def normalize(relaxed: Collection[str]) -> tuple[Pass, ...]:
 
 
 def passes_for(
-    captured: Captured, plan: Plan, *, relaxed: Collection[str] = (), frozen: Collection[str] = (), measures: bool = False
+    captured: Captured,
+    plan: Plan,
+    *,
+    relaxed: Collection[str] = (),
+    frozen: Collection[str] = (),
+    measures: bool = False,
+    is_recorded: bool = False,
 ) -> tuple[Pass, ...]:
     """The passes that turn a captured graph into the planned one, in order. `relaxed`: names of what was asked for; `frozen`:
-    names of the inputs of which low copies can be had; `measures`: may time be spent on choosing kernels?"""
+    names of the inputs of which low copies can be had; `measures`: may time be spent on choosing kernels? `is_recorded`: is it
+    part of a CUDA graph that fxamp records?"""
     return (
         *((MarkFollowing(plan.decisions),) if "min_cut" in relaxed else ()),
         MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name
@@ -55,5 +62,6 @@ def passes_for(
         LowAttention(plan),  # behind LowerOperations: the plan counts operands of the captured call
         *((GroupQueries(),) if "grouped_queries" in relaxed else ()),  # behind LowAttention: others may have no kernel for it
         *((ChooseAttentionKernels(),) if measures else ()),  # behind GroupQueries: groups have kernels of their own
+        *((FlashForSmall(),) if is_recorded and not measures else ()),
         *((TakeLowWeights(frozenset(frozen)),) if frozen else ()),  # behind LowerOperations, whose casts it looks for
     )

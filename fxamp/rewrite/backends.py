@@ -1,4 +1,5 @@
-"""Which fused kernel of attention is the fastest for its operands, measured while compiling, under mode="max-autotune".
+"""Which fused kernel of attention is the fastest for its operands: measured while compiling, under mode="max-autotune"; by
+rule for small ones that are recorded.
 
 PyTorch chooses where `scaled_dot_product_attention` is traced, by a list of priorities that is one for the process. Here each
 call gets a list of its own (`ops.ATTENTION`), which holds while that call is traced, forward and, since autograd follows from
@@ -7,6 +8,7 @@ what was traced, backward; compiled code has the kernels by name. No switch of t
 
 from __future__ import annotations
 
+import math
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
@@ -29,6 +31,10 @@ often as not, and who compiles again should get the same kernel."""
 
 NUM_REPETITIONS: Final = 7
 """Of which the median counts, behind two that warm up."""
+
+SMALL_FLOPS: Final = 5e8
+"""Up to here the product of queries and keys counts as small. Flash makes up for its slower products up to some 5e9, for cuDNN
+starts 5 microseconds late."""
 
 _OFFERED: Final = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
@@ -133,6 +139,40 @@ def _operands(node: fx.Node) -> Operands | str:
         return "an option is computed in the graph"
     options = tuple(sorted((name, value) for name, value in given.items() if name != "kernels"))
     return Operands(tuple(tensors), graph.value_of(node).device, options)
+
+
+@dataclass(frozen=True)
+class FlashForSmall:
+    """Lets small low attention that a CUDA graph replays be traced with flash before cuDNN, whose kernels begin with a memset:
+    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward.
+
+    requires: rewritten Dynamo graph, behind LowAttention.  changes: the argument `kernels` of attention.  keeps: all else; two
+    kernels differ in how they round inside.
+
+        y = fxamp.attention(q, k, v)     ->     y = fxamp.attention(q, k, v, kernels=[flash, cuDNN, efficient, math])
+    kept: large ones, and symbolic sizes. Where flash does not take the operands, the next one does.
+    """
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        allowed, num_marked = ops.allowed_kernels(), 0
+        if not {SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION} <= set(allowed):
+            return Change(pass_name=type(self).__name__)
+        order = [SDPBackend.FLASH_ATTENTION, *(x for x in allowed if x is not SDPBackend.FLASH_ATTENTION)]
+        for part in graph.all_of(gm):
+            for node in [x for x in part.graph.nodes if x.target is ops.ATTENTION and _num_flops(x) <= SMALL_FLOPS]:
+                change_arguments(node, kernels=[int(kernel.value) for kernel in order])
+                num_marked += 1
+            part.recompile()
+        return Change(pass_name=type(self).__name__, num_marked=num_marked)
+
+
+def _num_flops(node: fx.Node) -> float:
+    """Of the product of queries and keys; inf where sizes are symbolic."""
+    operands = _operands(node)
+    if isinstance(operands, str) or operands.tensors[0] is None or operands.tensors[1] is None:
+        return math.inf
+    queries, keys = operands.tensors[0][0], operands.tensors[1][0]
+    return 2.0 * math.prod(queries) * keys[-2]
 
 
 # ---- the measurement ------------------------------------------------------------------------------------------------------

@@ -130,6 +130,8 @@ class LowLeaves:
 
         def call(*args: Any) -> Any:
             given = list(args)
+            if given and given[wanted[0][0]].is_cuda and any((id(args[i]), dtype) not in self._leaves for i, dtype in wanted):
+                torch.cuda.empty_cache()  # copies stay, and are not to lie in large blocks that compilation has left
             for i, dtype in wanted:
                 given[i] = self._read(args[i], dtype)
             return program(*given)

@@ -40,6 +40,7 @@ from fxamp.run import (
 )
 from fxamp.run.agreement import Agreement
 from fxamp.run.batch import Batch
+from fxamp.run.branches import Branches
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.programs import Running, guard_of, is_a_float, num_programs, running
@@ -184,11 +185,14 @@ class StepSummary:
     """Why a call was not a replay -> how often."""
     num_ranks: int = 1
     """Whose collectives are part of the CUDA graphs."""
+    num_beside: int = 0
+    """Launches of compiled graphs that run beside the main branch of the CUDA graphs."""
 
     def __str__(self) -> str:
         plain = "".join(f"; {count} as they are: {why}" for why, count in self.num_plain.items())
         collectives = f", with the collectives of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        return f"{self.num_replayed} replayed from {self.num_recordings} CUDA graphs{collectives}{plain}"
+        beside = f", {self.num_beside} launches in branches" if self.num_beside else ""
+        return f"{self.num_replayed} replayed from {self.num_recordings} CUDA graphs{beside}{collectives}{plain}"
 
 
 class TrainStep:
@@ -253,6 +257,7 @@ class TrainStep:
         """Of the same time; None: the world has to be looked at."""
         self._num_worlds = 0
         self._recorder = None if self._why_plain else Recorder(self._device)
+        self._branches = Branches()
         if is_one_of_many and self._recorder is not None:
             self._agreement = Agreement(self._device, group)
             data_parallel.move_to(self._ddps(), self._recorder.aside)
@@ -317,6 +322,7 @@ class TrainStep:
             num_replayed=self._num_replayed,
             num_plain=dict(self._num_plain),
             num_ranks=1 if self._agreement is None else self._agreement.num_ranks,
+            num_beside=self._branches.num_moved(),
         )
 
     def __repr__(self) -> str:
@@ -427,8 +433,8 @@ class TrainStep:
     def _compute(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool) -> Tensor:
         task, total = self._task, None
         self._drop_gradients()
-        # The state that the optimizer makes in its first step stays. It is to lie in memory of its own, not in what gradients
-        # leave of the blocks of activations, which could not be given back then.
+        # The state that the optimizer makes in its first step stays. It is to lie in memory of its own, not in what is left of
+        # the blocks of activations, which could not be given back then.
         room = [] if task.optimizer.state or not self._on_cuda else capturable.like_state_of(task.optimizer)
         self._leaves.begin(copies=not follows)
         # The scale that gradients are computed with: the update moves it.
@@ -449,9 +455,8 @@ class TrainStep:
         assert total is not None
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
-        room.clear()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
-            self._take(inverse, follows=follows)
+            self._take(inverse, room, follows=follows)
         if self._scaler is not None:
             self._scaler.end_round(self._task.optimizer)
         self._leaves.forget()
@@ -459,8 +464,8 @@ class TrainStep:
         return total
 
     @torch.no_grad()
-    def _take(self, inverse: Tensor | None, *, follows: bool) -> None:
-        """The update, with the gradients that have arrived."""
+    def _take(self, inverse: Tensor | None, room: list[Tensor], *, follows: bool) -> None:
+        """The update, with the gradients that have arrived. `room` is for the state of the optimizer."""
         takes_all = self._update is not None and self._has_state() and not update.why_not(self._task.optimizer)
         gradients = self._gradients(follows=follows) if takes_all else []
         if self._update is None or not gradients or not self._update.takes(gradients):
@@ -469,19 +474,20 @@ class TrainStep:
             self._leaves.widen_gradients(inverse)
             if self._task.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._task.clip_grad_norm)
+            room.clear()  # not before gradients in fp32, as large, are there: they would take it
             self._task.optimizer.step()
             return
         optimizer = self._task.optimizer
-        bad = torch.zeros((), device=self._device) if self._scaler is None else self._scaler.judge(optimizer)
+        bad = None if self._scaler is None else self._scaler.judge(optimizer)
         self._update.launch(
             gradients,
             self._rates.tensors,
             self._update.reserve() if self._room is None else self._room,
-            inverse_scale=torch.ones((), device=self._device) if inverse is None else inverse,
+            inverse_scale=inverse,
             clip=self._task.clip_grad_norm,
             overflowed=bad,
         )
-        if self._scaler is not None:
+        if self._scaler is not None and bad is not None:
             self._scaler.took(optimizer, bad)
 
     def _gradients(self, *, follows: bool) -> list[Gradient]:
@@ -768,7 +774,7 @@ class TrainStep:
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
-                with self._listening() as calls, self._specializing():
+                with self._branches.watching(), self._listening() as calls, self._specializing():
                     warming.step(self._loss, args, kwargs)
                 if any(call.takes_floats for call in calls):
                     raise _CannotRecord(_TAKES_FLOATS)
@@ -830,7 +836,7 @@ class TrainStep:
         settled, num_compiled = self._settled(), self._num_compiled
         room = self._room = None if self._update is None else self._update.reserve()
         try:
-            with self._listening() as calls, self._recorder.recording() as graph:
+            with self._branches.followed(), self._listening() as calls, self._recorder.recording() as graph:
                 loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None

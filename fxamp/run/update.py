@@ -63,6 +63,8 @@ class FusedUpdate:
 
         self._optimizer, self._kernels = optimizer, kernels
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self._numbers: tuple[Tensor, Tensor] | None = None
+        """0 and 1, fp32 [], on the device of the parameters: made once, not by two launches in each step."""
 
     def takes(self, gradients: Iterable[Gradient]) -> bool:
         """Are these gradients, and what is updated by them, as the kernels need them?"""
@@ -82,6 +84,8 @@ class FusedUpdate:
         sizes = [p.numel() for group in self._optimizer.param_groups for p in group["params"]]
         count = sum(math.ceil(size / self._kernels.BLOCK) for size in sizes)
         device = skipping.parameters(self._optimizer)[0].device
+        if self._numbers is None or self._numbers[0].device != device:
+            self._numbers = torch.zeros((), device=device), torch.ones((), device=device)
         return torch.empty((count, self._kernels.COLUMNS), dtype=torch.int64, device=device)
 
     def launch(
@@ -90,9 +94,9 @@ class FusedUpdate:
         rates: Sequence[Tensor],
         room: Tensor,
         *,
-        inverse_scale: Tensor,
+        inverse_scale: Tensor | None,
         clip: float | None,
-        overflowed: Tensor,
+        overflowed: Tensor | None,
     ) -> None:
         """Launches the step. Nothing waits.
 
@@ -100,14 +104,20 @@ class FusedUpdate:
             rates: the learning rate of each group, fp32 [].
             room: from `reserve`; it has to live as long as the kernels may run, and where they are recorded, `fill` has to be
                 called before the first one runs.
-            inverse_scale: what makes scaled gradients true, fp32 [].
+            inverse_scale: what makes scaled gradients true, fp32 []; None where none is scaled.
             clip: the largest norm of all true gradients together.
-            overflowed: fp32 [], 1 to leave the step out, else 0.
+            overflowed: fp32 [], 1 to leave the step out, else 0; None to take it in any case.
         """
-        factors = _factors(gradients, inverse_scale, clip)
+        assert self._numbers is not None
+        zero, one = self._numbers
         steps = [state["step"] for g in gradients if "step" in (state := self._optimizer.state[g.parameter])]
-        if steps:
-            torch._foreach_add_(steps, [(overflowed == 0).to(torch.float32)] * len(steps))  # one tensor for all would be read
+        if steps and overflowed is None:
+            torch._foreach_add_(steps, 1.0)
+        elif steps:
+            taken = (overflowed == 0).to(torch.float32)
+            torch._foreach_add_(steps, [taken] * len(steps))  # one tensor for all would be read by the host
+        factors = _factors(gradients, one if inverse_scale is None else inverse_scale, one, clip)
+        overflowed = zero if overflowed is None else overflowed
         by_parameter = {id(g.parameter): g for g in gradients}
         start = 0
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -193,10 +203,12 @@ class FusedUpdate:
             ]
 
 
-def _factors(gradients: Sequence[Gradient], inverse_scale: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+def _factors(
+    gradients: Sequence[Gradient], inverse_scale: Tensor, one: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
     """What true gradients, and scaled ones, are multiplied by, each fp32 []."""
     if clip is None:
-        return torch.ones_like(inverse_scale), inverse_scale
+        return one, inverse_scale
     scaled, true = (ops.norms([g.gradient for g in gradients if g.is_scaled == is_scaled], 2) for is_scaled in (True, False))
     parts = [torch.stack(scaled) * inverse_scale] if scaled else []
     parts += [torch.stack(true)] if true else []

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fxamp
 from fxamp import ops
-from fxamp.rewrite.backends import ChooseAttentionKernels, Operands, measured_on_device
+from fxamp.rewrite.backends import ChooseAttentionKernels, FlashForSmall, Operands, measured_on_device
 from tests.programs import relative_error, rewritten
 from tests.rewrite.test_attention import qkv, steps
 
@@ -132,3 +132,47 @@ def test_kernels_are_measured_on_a_gpu():
     assert len(targets) == 2  # forward and backward
     for a, exactly in zip(got, want, strict=True):
         assert relative_error(a, exactly) < 2**-6
+
+
+# ---- small ones that are recorded -----------------------------------------------------------------------------------------
+ALL: Final = [CUDNN, FLASH, EFFICIENT, MATH]
+
+
+@pytest.mark.parametrize(
+    ("shape", "switched_on", "expected"),
+    [
+        ((8, 4, 64, 32), ALL, [FLASH, CUDNN, EFFICIENT, MATH]),
+        ((2, 8, 1024, 64), ALL, None),  # 2 GFLOP: the product counts
+        ((8, 4, 64, 32), [FLASH, EFFICIENT, MATH], None),
+        ((8, 4, 64, 32), [CUDNN, EFFICIENT], None),
+    ],
+)
+def test_small_attention_has_no_memset(
+    shape: tuple[int, int, int, int], switched_on: list[SDPBackend], expected: list[SDPBackend] | None
+):
+    gm = rewritten(attend, *qkv(*shape))
+    with sdpa_kernel(switched_on, set_priority=True):
+        change = FlashForSmall()(gm)
+    (node,) = [n for n in gm.graph.nodes if n.target is ops.ATTENTION]
+    found = node.kwargs.get("kernels")
+    assert (found and [SDPBackend(k) for k in found]) == expected  # pyright: ignore[reportGeneralTypeIssues]
+    assert change.num_marked == (expected is not None)
+
+
+@pytest.mark.gpu
+def test_a_train_step_with_small_attention_records_no_memset():
+    class Attends(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(64, 192)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return attend(*(part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)))
+
+    model = Attends().cuda()
+    amp = fxamp.Amp(precision="bf16", cuda_graphs="require")
+    x = torch.randn(4, 32, 64, device="cuda")
+    with amp.train_step(model, lambda y, _: y.square().mean(), torch.optim.AdamW(model.parameters(), fused=True)) as step:
+        for _ in range(4):
+            step(x, x)
+        assert not [kernel.name for kernel in amp.profile(lambda: step(x, x)).kernels if "emset" in kernel.name]
