@@ -96,7 +96,14 @@ class Leaf:
 
     def _listen(self, low: Tensor) -> None:
         if low.requires_grad:
-            low.register_post_accumulate_grad_hook(self._take)
+            taking = weakref.WeakMethod(self._take)  # PyTorch's garbage collection does not see what a hook like this holds
+
+            def take(low: Tensor) -> None:
+                taken_by = taking()
+                if taken_by is not None:
+                    taken_by(low)
+
+            low.register_post_accumulate_grad_hook(take)
 
     def _take(self, low: Tensor) -> None:
         assert low.grad is not None
@@ -125,15 +132,19 @@ class LowLeaves:
         return tuple(i for i, value in enumerate(inputs) if id(value) in self._eligible)
 
     def around(self, program: Compiled, taken: Mapping[int, torch.dtype]) -> Compiled:
-        """A graph that takes leaves at these positions, as one that takes the weights."""
-        wanted = tuple(taken.items())
+        """A graph that takes leaves at these positions, as one that takes the weights. It may live longer than they do, and is
+        not to keep them."""
+        wanted, whose = tuple(taken.items()), weakref.ref(self)
 
         def call(*args: Any) -> Any:
+            leaves = whose()
+            assert leaves is not None
             given = list(args)
-            if given and given[wanted[0][0]].is_cuda and any((id(args[i]), dtype) not in self._leaves for i, dtype in wanted):
+            is_new = any((id(args[i]), dtype) not in leaves._leaves for i, dtype in wanted)
+            if is_new and args[wanted[0][0]].is_cuda:
                 torch.cuda.empty_cache()  # copies stay, and are not to lie in large blocks that compilation has left
             for i, dtype in wanted:
-                given[i] = self._read(args[i], dtype)
+                given[i] = leaves._read(args[i], dtype)
             return program(*given)
 
         return call

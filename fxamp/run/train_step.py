@@ -8,7 +8,6 @@ nothing can be recorded, the same loop runs as it is.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 import weakref
@@ -141,6 +140,48 @@ class _Call(NamedTuple):
     """The memory of what it returned, but for that of its arguments."""
 
 
+class _Programs:
+    """Those that Dynamo has compiled for a step, which it may keep for good. They know of this alone, not of the step, its
+    model and its recordings."""
+
+    def __init__(self, compile_with: Callable[[LowLeaves, Any, Any], Callable[..., Any]], leaves: LowLeaves) -> None:
+        self.num_compiled = 0
+        self._calls: list[_Call] | None = None
+        """None: nobody asks."""
+        self._compile, self._leaves = compile_with, weakref.ref(leaves)
+
+    def backend(self) -> Callable[[Any, Any], Callable[..., Any]]:
+        """A backend whose programs can be asked what they are called with."""
+
+        def fxamp(gm: Any, examples: Any) -> Callable[..., Any]:  # Dynamo's errors call a backend by its name
+            takes_floats = any(is_a_float(node) for node in gm.graph.find_nodes(op="placeholder"))
+            self.num_compiled += 1
+            leaves = self._leaves()
+            assert leaves is not None
+            program = self._compile(leaves, gm, examples)
+
+            def call(*args: Any) -> Any:
+                if self._calls is None:
+                    return program(*args)
+                calls, caller = self._calls, running()
+                out = program(*args)
+                calls.append(_Call(program, args, takes_floats, caller, _made(out, args)))
+                return out
+
+            return call
+
+        return fxamp
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[list[_Call]]:
+        """Hands out the calls inside."""
+        self._calls = []
+        try:
+            yield self._calls
+        finally:
+            self._calls = None
+
+
 class _CannotRecord(RuntimeError):
     """A recording would not be the step for long."""
 
@@ -224,10 +265,8 @@ class TrainStep:
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
         self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
-        self._calls: list[_Call] | None = None
-        """Of graphs; None: nobody asks."""
-        self._objective = task.objective()
-        self._loss = torch.compile(self._objective, backend=self._noting(functools.partial(backend, self._leaves)))
+        self._objective, self._programs = task.objective(), _Programs(backend, self._leaves)
+        self._loss = torch.compile(self._objective, backend=self._programs.backend())
         self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
         self._on_cuda = self._device.type == "cuda"
@@ -250,7 +289,6 @@ class TrainStep:
         """Such steps since these are there."""
         self._left: frozenset[int] = frozenset()
         """Memory, by address of its record, that graphs of the last step had made, and somebody keeps."""
-        self._num_compiled = 0
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
         self._glance: Glance | None = None
@@ -603,27 +641,6 @@ class TrainStep:
         """What loss scaling reads and writes."""
         return () if self._scaler is None else self._scaler.settled(self._task.optimizer)
 
-    def _noting(self, backend: Callable[..., Any]) -> Callable[..., Any]:
-        """A backend whose programs can be asked what they are called with."""
-
-        def compile_noting(gm: Any, examples: Any) -> Callable[..., Any]:
-            takes_floats = any(is_a_float(node) for node in gm.graph.find_nodes(op="placeholder"))
-            self._num_compiled += 1
-            program = backend(gm, examples)
-
-            def call(*args: Any) -> Any:
-                if self._calls is None:
-                    return program(*args)
-                calls, caller = self._calls, running()
-                out = program(*args)
-                calls.append(_Call(program, args, takes_floats, caller, _made(out, args)))
-                return out
-
-            return call
-
-        compile_noting.__name__ = "fxamp"  # Dynamo's errors call a backend by it
-        return compile_noting
-
     def _place(self) -> Hashable:
         """What may change without anything being recorded anew for good: a recording for each."""
         return tuple(self._precisions.current().items()), *self._surroundings.switches()
@@ -658,7 +675,7 @@ class TrainStep:
         # What Dynamo compiles now, for the tensors that a recording reads, it need not compile while it is made: they have
         # other strides than those of the caller, and are never the same tensor twice.
         is_waiting = (key, place) in self._wishes
-        with self._listening() as calls:
+        with self._programs.listening() as calls:
             loss = self._plain(batch, "other ranks are not ready" if is_waiting else "warming up", shape.inputs)
         if any(call.takes_floats for call in calls):
             self._give_up(_TAKES_FLOATS)
@@ -774,7 +791,7 @@ class TrainStep:
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
-                with self._branches.watching(), self._listening() as calls, self._specializing():
+                with self._branches.watching(), self._programs.listening() as calls, self._specializing():
                     warming.step(self._loss, args, kwargs)
                 if any(call.takes_floats for call in calls):
                     raise _CannotRecord(_TAKES_FLOATS)
@@ -809,15 +826,6 @@ class TrainStep:
             self._glance = None
         return strangers
 
-    @contextlib.contextmanager
-    def _listening(self) -> Generator[list[_Call]]:
-        """Hands out the calls of graphs inside."""
-        self._calls = []
-        try:
-            yield self._calls
-        finally:
-            self._calls = None
-
     def _record(self, batch: Batch, shape: _Shape, read: Sequence[Tensor]) -> _Recording | None:
         """None: the optimizer has made state, which each replay would make anew, or a program was compiled. A step that is not
         recorded has to."""
@@ -833,17 +841,17 @@ class TrainStep:
         known = capturable.state_of(self._task.optimizer)
         if follows:
             self._leaves.bring_up_to_date(tuple(self._leaves))
-        settled, num_compiled = self._settled(), self._num_compiled
+        settled, num_compiled = self._settled(), self._programs.num_compiled
         room = self._room = None if self._update is None else self._update.reserve()
         try:
-            with self._branches.followed(), self._listening() as calls, self._recorder.recording() as graph:
+            with self._branches.followed(), self._programs.listening() as calls, self._recorder.recording() as graph:
                 loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None
             has_new_state = capturable.forget_new(self._task.optimizer, known)  # it lies where a recording put it
         if self._update is not None:
             self._update.fill()
-        if has_new_state or self._num_compiled != num_compiled:  # a program's first call makes room that stays
+        if has_new_state or self._programs.num_compiled != num_compiled:  # a program's first call makes room that stays
             return None
         self._num_recordings += 1
         programs = [call.caller for call in calls if call.caller is not None]
