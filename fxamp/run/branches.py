@@ -23,9 +23,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._inductor.runtime.hints import HeuristicType
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from fxamp import tf32
+from fxamp.run import recorder
 
 NUM_BRANCHES: Final = 3
 """Beside the main one. Operations have the first, kernels of Triton's the others: for each stream that it is called on, the
@@ -208,9 +212,9 @@ class Planned:
         self._num_given = 0
         self._follows = True
         self._put_off: list[_PutOff] = []
-        self._touched: dict[int, list[tuple[bool, _Mark]]] = defaultdict(list)
-        """By address of the memory: (does it write?, where it is)."""
-        self._held: list[Tensor] = []
+        self._touched: dict[int, dict[tuple[int, bool], _Mark]] = defaultdict(dict)
+        """By address of the memory: (branch, does it write?) -> the last launch of these that touches it."""
+        self._held: dict[int, torch.UntypedStorage] = {}
         self._num_held_bytes = 0
         self._counts = [0] * (NUM_BRANCHES + 1)
         self._seen: list[dict[int, int]] = [{} for _ in self._counts]
@@ -237,8 +241,15 @@ class Planned:
         ):
             self._part()
         self._wait_for_sharers(0, touches)
+        made = given.go()
         self._counts[0] += 1
-        return given.go()
+        return made
+
+    def break_off(self) -> None:
+        """After an error, for whoever ends the recording: it has to find all streams joined."""
+        self._put_off.clear()
+        with contextlib.suppress(RuntimeError):
+            self._join()
 
     def meet(self) -> None:
         """What the main branch is told next comes behind all others."""
@@ -262,18 +273,23 @@ class Planned:
             self._counts[branch] += 1
             mark = self._mark(branch)
             for address, writes in touches.items():
-                self._touched[address].append((writes, mark))
-            self._held.extend(given.tensors)
-            self._num_held_bytes += given.num_bytes()
+                self._touched[address][branch, writes] = mark
+            self._hold(given.tensors)
         self._put_off.clear()
         if self._num_held_bytes > MAX_HELD_BYTES:
             self._join()
 
     def _wait_for_sharers(self, branch: int, touches: Mapping[int, bool]) -> None:
         for address, writes in touches.items():
-            for wrote, mark in self._touched.get(address, ()):
+            for (_, wrote), mark in self._touched.get(address, {}).items():
                 if writes or wrote:
                     self._wait(branch, mark)
+
+    def _hold(self, tensors: Sequence[Tensor]) -> None:
+        for storage in (x.untyped_storage() for x in tensors):
+            if storage.data_ptr() not in self._held:
+                self._held[storage.data_ptr()] = storage
+                self._num_held_bytes += storage.nbytes()
 
     def _mark(self, branch: int) -> _Mark:
         """Where a branch is now."""
@@ -332,10 +348,18 @@ class Branches:
         @contextlib.contextmanager
         def follow(plan: Plan) -> Generator[Planned]:
             run = Planned(plan, CudaStreams(torch.cuda.current_stream()))
-            yield run
+            try:
+                yield run
+            except BaseException:
+                run.break_off()
+                raise
             run.meet()
 
-        with _intercepted(lambda code: follow(self._plans[id(code)][1]) if id(code) in self._plans else None):
+        def run_of(code: Any) -> contextlib.AbstractContextManager[Planned] | None:
+            known = self._plans.get(id(code))
+            return follow(known[1]) if known is not None and recorder.is_recording() else None  # another thread may run it too
+
+        with _intercepted(run_of):
             yield
 
 
@@ -369,43 +393,71 @@ def _lock() -> threading.RLock:
 
 
 def _launches_are_seen(code: Any) -> bool:
-    """Is each launch of a compiled graph one of Triton's, or an operation's?"""
+    """Is each launch of a compiled graph one of Triton's, or an operation's, on the stream of now?"""
     source = getattr(code, "source_code", "") or ""
     makers = set(re.findall(r"async_compile\.(\w+)\(", source))
-    return "def call(" in source and makers <= {"triton", "wait"}
+    has_streams = "get_external_object_by_index" in source or "torch.ops.streams." in source  # of the user
+    return "def call(" in source and makers <= {"triton", "wait"} and not has_streams
+
+
+def _overlap(inputs: Sequence[Any]) -> bool:
+    """Do inputs share memory that does not look the same, as what came by DLPack may?"""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor)}
+    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(sorted(storages.items())))
 
 
 _Run = Watched | Planned
 
 
+class _Here(threading.local):
+    """What a thread launches goes through this run: a backward runs in a thread of autograd's."""
+
+    run: _Run | None = None
+
+    @contextlib.contextmanager
+    def through(self, run: _Run | None) -> Generator[None]:
+        before, self.run = self.run, run
+        try:
+            yield
+        finally:
+            self.run = before
+
+
 class _Operations(TorchDispatchMode):
     """Operations that are launched inside, for a run."""
 
-    def __init__(self, run: _Run) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, run: _Run, here: _Here) -> None:
         super().__init__()
-        self._run = run
+        self._run, self._here = run, here
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        if getattr(func, "is_view", False):
             return func(*args, **kwargs)
-        named = itertools.chain(zip((a.name for a in func._schema.arguments), args, strict=False), kwargs.items())
-        is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments}
+        is_tf32 = tf32.is_on("matmul")
+
+        def go() -> Any:
+            # It may be launched later, from whatever is launched then; and its own launches are no business of the run.
+            switch = tf32.enabled() if is_tf32 and not tf32.is_on("matmul") else contextlib.nullcontext()
+            with _disable_current_modes(), self._here.through(None), switch:
+                return func(*args, **kwargs)
+
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # a higher-order operator
+            return self._run.launch(Given(str(func), (), (), False, False, go))
+        named = itertools.chain(zip((a.name for a in schema.arguments), args, strict=False), kwargs.items())
+        is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
         tensors, written = list[Tensor](), list[Tensor]()
         for name, value in named:
             found = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
             tensors += found
             written += found if is_written[name] else []
-        name = f"{func._schema.name}.{func._schema.overload_name}"
-
-        def go() -> Any:
-            with _disable_current_modes():  # it may be launched later, from whatever is launched then
-                return func(*args, **kwargs)
-
-        is_known = name.startswith("aten::")
-        return self._run.launch(Given(name, tensors, written, name in _MAY_MOVE, is_known, go))
+        name = f"{schema.name}.{schema.overload_name}"
+        return self._run.launch(Given(name, tensors, written, name in _MAY_MOVE, name.startswith("aten::"), go))
 
 
 @contextlib.contextmanager
@@ -414,30 +466,25 @@ def _intercepted(run_of: Callable[[Any], contextlib.AbstractContextManager[_Run]
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    here = threading.local()  # a backward runs in a thread of autograd's; what others launch is theirs
+    here = _Here()
     call_graph, run_kernel = CompiledFxGraph.__call__, CachingAutotuner.run
 
     def call(code: Any, inputs: Any) -> Any:
-        context = run_of(code)
+        context = None if _overlap(inputs) else run_of(code)
         if context is None:
             return call_graph(code, inputs)
-        with context as run, _Operations(run):
-            before, here.run = getattr(here, "run", None), run
-            try:
-                return call_graph(code, inputs)
-            finally:
-                here.run = before
+        with context as run, _Operations(run, here), here.through(run):
+            return call_graph(code, inputs)
 
     def run(kernel: Any, *args: Any, stream: Any, **kwargs: Any) -> Any:
-        current: _Run | None = getattr(here, "run", None)
-        if current is None:
+        if here.run is None:
             return run_kernel(kernel, *args, stream=stream, **kwargs)
 
         def go() -> Any:
             with _disable_current_modes():  # the first run may try several forms of it
                 return run_kernel(kernel, *args, stream=torch.cuda.current_stream().cuda_stream, **kwargs)
 
-        return current.launch(_given(kernel, args, kwargs, go))
+        return here.run.launch(_given(kernel, args, kwargs, go))
 
     with _lock():
         CompiledFxGraph.__call__, CachingAutotuner.run = call, run  # pyright: ignore[reportAttributeAccessIssue]
@@ -448,12 +495,13 @@ def _intercepted(run_of: Callable[[Any], contextlib.AbstractContextManager[_Run]
 
 
 def _given(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any], go: Callable[[], Any]) -> Given:
-    """A kernel of Triton's as a launch. Inductor calls what a kernel reads alone `in_ptr`, if it has written it itself."""
+    """A kernel of Triton's as a launch. What Inductor generates calls `in_ptr` what it only reads, or says that it writes it;
+    templates may write through any pointer, and of kernels of the user's nobody knows where their pointers lead."""
     names = [name for name, kind in kernel.triton_meta["signature"].items() if kind != "constexpr"]
     mutated = set(kernel.mutated_arg_names)
-    is_clear = len(names) == len(args) and not kwargs
+    is_clear = len(names) == len(args) and not kwargs and kernel.heuristic_type is not HeuristicType.TEMPLATE
     pointers = [(name if is_clear else "", x) for name, x in zip(names if is_clear else args, args, strict=True)]
     tensors = [x for _, x in pointers if isinstance(x, Tensor)]
     written = [x for name, x in pointers if isinstance(x, Tensor) and (name in mutated or not name.startswith("in_ptr"))]
-    is_known = not kwargs and all(x is None or isinstance(x, (Tensor, int, float)) for x in args)
+    is_known = not kwargs and not kernel.custom_kernel and all(x is None or isinstance(x, (Tensor, int, float)) for x in args)
     return Given(kernel.fn.__name__, tensors, written, is_known and bool(written), is_known, go)

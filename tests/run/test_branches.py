@@ -10,9 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.hints import HeuristicType
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.utils.checkpoint import checkpoint
 
 import fxamp
-from fxamp.run import branches
+from fxamp import tf32
+from fxamp.run import branches, recorder
 from fxamp.run.branches import Branches, Given, Launch, Plan, Planned, Watched, needs_of, plan_of
 
 MIB = 1 << 20
@@ -197,9 +202,14 @@ def test_memory_that_was_given_back_is_another_piece():
 
 
 # ---- kernels of Triton's --------------------------------------------------------------------------------------------------
-def kernel(mutated=(), **signature):
+def kernel(mutated=(), *, name="triton_", kind=HeuristicType.POINTWISE, custom=False, do=None, **signature):
     return SimpleNamespace(
-        triton_meta={"signature": signature}, mutated_arg_names=list(mutated), fn=SimpleNamespace(__name__="triton_")
+        triton_meta={"signature": signature},
+        mutated_arg_names=list(mutated),
+        fn=SimpleNamespace(__name__=name),
+        heuristic_type=kind,
+        custom_kernel=custom,
+        do=do,
     )
 
 
@@ -213,7 +223,8 @@ A, B, C = (torch.zeros(4) for _ in range(3))
         (kernel(in_out_ptr0="*fp32", in_ptr0="*fp32", n="i32"), (A, B, 4), {}, [A], True, True),
         (kernel(("in_ptr0",), in_ptr0="*fp32", in_ptr1="*fp32", n="i32"), (A, B, 4), {}, [A], True, True),
         (kernel(in_ptr0="*fp32", ws_ptr="*u8", out_ptr0="*fp32"), (A, B, C), {}, [B, C], True, True),
-        (kernel(x="*fp32", y="*fp32", n="i32"), (A, B, 4), {}, [A, B], True, True),  # the user's own
+        (kernel(custom=True, in_ptr0="*fp32", y="*fp32", n="i32"), (A, B, 4), {}, [B], False, False),  # the user's own
+        (kernel(kind=HeuristicType.TEMPLATE, in_ptr0="*fp32", out_ptr0="*fp32"), (A, B), {}, [A, B], True, True),
         (kernel(in_ptr0="*fp32", out_ptr0="*fp32"), (A, B, 4), {}, [A, B], True, True),  # others than we know
         (kernel(in_ptr0="*fp32", out_ptr0="*fp32"), (A, B), {"n": 4}, [A, B], False, False),
         (kernel(in_ptr0="tensordesc", out_ptr0="*fp32"), (SimpleNamespace(base=A), B), {}, [B], False, False),
@@ -227,6 +238,182 @@ def test_what_a_kernel_writes(made, args, kwargs, written, may_move, is_known):
     assert [id(x) for x in found.tensors] == [id(x) for x in args if isinstance(x, torch.Tensor)]
 
 
+def test_memory_is_counted_once_however_often_it_is_held():
+    run = Planned(Plan(("k",) * 20, (1,) * 20), Ordered())
+    large = torch.zeros(1000)
+    for i in range(branches.CHUNK):
+        run.launch(Given("k", (large[i : i + 1], x := torch.zeros(1)), (x,), True, True, int))
+    assert run._num_held_bytes == 4000 + 4 * branches.CHUNK
+
+
+# ---- graphs as Inductor writes them ---------------------------------------------------------------------------------------
+class Code:
+    """A compiled graph of kernels in Python."""
+
+    source_code = "async_compile.triton(\ndef call("
+
+    def __init__(self, body):
+        self.body = body
+
+    def __call__(self, *inputs):
+        return CompiledFxGraph.__call__(self, list(inputs))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    found = Ordered()
+    monkeypatch.setattr(branches, "CudaStreams", lambda _: found)
+    monkeypatch.setattr(recorder, "is_recording", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(CompiledFxGraph, "__call__", lambda code, inputs: code.body(*inputs))
+    monkeypatch.setattr(CachingAutotuner, "run", lambda kernel, *args, stream: kernel.do(*args))
+    return found
+
+
+def launch(name, do, x):
+    made = kernel(name=name, do=lambda x, out: out.copy_(do(x)), in_ptr0="*fp32", out_ptr0="*fp32")
+    CachingAutotuner.run(made, x, out := torch.empty(4, 4), stream=0)
+    return out
+
+
+def stack(x, extra=lambda i, x: (), num_layers=20):
+    """A chain, and of each link something that nothing waits for."""
+    leaves = []
+    for i in range(num_layers):
+        leaves += [launch("leaf", lambda x: x * 2, x), *extra(i, x)]
+        x = launch("link", lambda x: x + 1, x)
+    return *leaves, x
+
+
+def in_branches(code, *inputs):
+    found = Branches()
+    with found.watching():
+        code(*inputs)
+    with found.followed():
+        return found, code(*inputs)
+
+
+def products(x):
+    leaves = []
+    for _ in range(20):
+        torch.mm(x, x, out=(leaf := torch.empty(4, 4)))
+        leaves.append(leaf)
+        x = launch("link", lambda x: x + 1, x)
+    return *leaves, x
+
+
+@pytest.mark.parametrize("body", [stack, products])
+def test_graphs_compute_what_they_did(body, streams):
+    code, x = Code(body), torch.eye(4)
+    expected = code(x)
+    found, got = in_branches(code, x)
+    assert found.num_moved() > 10
+    assert streams.num_waits >= 4
+    assert all(map(torch.equal, expected, got))
+
+
+def inner(x):
+    return torch.mm(y := launch("leaf", lambda x: x * 3, x), y, out=torch.empty(4, 4))
+
+
+@pytest.mark.parametrize("source", [Code.source_code, "async_compile.multi_kernel(\ndef call("])
+def test_graphs_that_an_operation_calls_are_no_part_of_the_one_around_it(source, streams, monkeypatch):
+    """Their kernels may have the names that the plan expects."""
+    monkeypatch.setattr(branches, "MIN_MOVED", 1)
+    called = Code(inner)
+    called.source_code = source
+    with torch.library._scoped_library("fxamp_tests_branches", "FRAGMENT") as library:
+        library.define("inner(Tensor x) -> Tensor")
+        library.impl("inner", called, "CPU")
+        operation = torch.ops.fxamp_tests_branches.inner.default
+        code, x = Code(lambda x: stack(x, lambda i, x: [operation(x)] if i == 5 else [])), torch.eye(4)
+        expected = code(x)
+        _, got = in_branches(code, x)
+    assert all(map(torch.equal, expected, got))
+
+
+@pytest.mark.parametrize("num_layers", range(15, 15 + branches.CHUNK))
+def test_what_is_launched_later_is_launched_as_it_was_asked_for(num_layers, streams, monkeypatch):
+    """The last ones of a graph are, behind the switch that fxamp sets around it."""
+    switched = []
+    enabled = tf32.enabled
+    monkeypatch.setattr(tf32, "enabled", lambda: switched.append(1) or enabled())
+
+    def body(x):
+        for _ in range(num_layers):
+            torch.mm(x, x, out=torch.empty(4, 4))
+            x = launch("link", lambda x: x + 1, x)
+        return x
+
+    code = Code(tf32.around(body))
+    found = Branches()
+    with found.watching():
+        code(torch.eye(4))
+    with found.followed():
+        switched.clear()
+        code(torch.eye(4))
+    assert len(switched) == 1 + found.num_moved() % branches.CHUNK
+    assert not tf32.is_on("matmul")
+
+
+def test_after_an_error_all_branches_are_joined(streams):
+    def broken(i, x):
+        if streams.is_broken and i == 17:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return ()
+
+    streams.is_broken = False
+    code = Code(lambda x: stack(x, broken))
+    found = Branches()
+    with found.watching():
+        code(torch.eye(4))
+    streams.is_broken = True
+    num = 0
+    on = streams.on
+
+    def counted(branch):
+        nonlocal num
+        num += 1
+        streams.told[branch].add(num)
+        return on(branch)
+
+    streams.on = counted
+    with found.followed(), pytest.raises(torch.cuda.OutOfMemoryError):
+        code(torch.eye(4))
+    assert num
+    assert streams.told[0] == set(range(1, num + 1))
+
+
+def test_a_graph_that_runs_meanwhile_is_not_recorded(streams, monkeypatch):
+    code = Code(stack)
+    found = Branches()
+    with found.watching():
+        code(torch.eye(4))
+    monkeypatch.setattr(recorder, "is_recording", lambda: False)
+    with found.followed():
+        code(torch.eye(4))
+    assert streams.num_waits == 0
+
+
+def test_inputs_that_share_memory_at_other_addresses_are_left_alone(streams):
+    x = torch.zeros(16)
+    shifted = torch.from_dlpack(x[4:8])
+    assert branches._overlap([x, 3, shifted])
+    assert not branches._overlap([x, x[4:8], torch.zeros(4), None])
+    found = Branches()
+    with found.watching():
+        Code(lambda x, _, y: stack(y))(x, shifted, torch.eye(4))
+    assert not found.num_moved()
+
+
+@pytest.mark.parametrize("line", ["stream1 = get_external_object_by_index(0)", "torch.ops.streams.fork.default(0, 1)"])
+def test_graphs_with_streams_of_the_user_are_left_alone(line):
+    code = Code(stack)
+    assert branches._launches_are_seen(code)
+    code.source_code += line
+    assert not branches._launches_are_seen(code)
+
+
 # ---- compiled graphs ------------------------------------------------------------------------------------------------------
 def test_operations_of_compiled_graphs(monkeypatch):
     """On a CPU too, if they are products alone: kernels in C++ are not seen."""
@@ -234,6 +421,7 @@ def test_operations_of_compiled_graphs(monkeypatch):
     moved = []
     monkeypatch.setattr(streams, "on", lambda branch: moved.append(branch) or contextlib.nullcontext())
     monkeypatch.setattr(branches, "CudaStreams", lambda _: streams)
+    monkeypatch.setattr(recorder, "is_recording", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(branches, "MIN_MOVED", 2)
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6)))
@@ -268,6 +456,20 @@ def test_graphs_with_launches_that_nobody_sees_are_left_alone(monkeypatch):
     assert not found._plans
 
 
+def test_higher_order_operators_are_waited_for():
+    """Checkpointing with dropout leaves one in the code."""
+
+    def dropped(x):
+        return nn.functional.dropout(x @ x, 0.5) @ x
+
+    with torch._inductor.config.patch(fallback_random=True):
+        compiled = torch.compile(lambda x: checkpoint(dropped, x, use_reentrant=False).sum())
+        x = torch.randn(4, 4, requires_grad=True)
+        torch.autograd.grad(compiled(x), x)
+        with Branches().watching():
+            torch.autograd.grad(compiled(x), x)
+
+
 def test_an_operation_of_somebody_else_waits_for_all():
     run = Planned(Plan(("k", "mine::op.default"), (1, 0)), streams := Ordered())
     x = torch.zeros(4)
@@ -287,7 +489,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
 def test_a_step_in_branches_is_the_same_step(precision):
     torch.use_deterministic_algorithms(True)
     try:
