@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from fxamp import errors
 from fxamp.run import (
@@ -42,7 +39,8 @@ from fxamp.run.batch import Batch
 from fxamp.run.branches import Branches
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
-from fxamp.run.programs import Running, guard_of, is_a_float, num_programs, running
+from fxamp.run.listener import Listener, memory_of
+from fxamp.run.programs import Running, guard_of, num_programs
 from fxamp.run.recorder import Graph, Recorder
 from fxamp.run.surroundings import Glance, Surroundings, World
 from fxamp.run.update import FusedUpdate, Gradient
@@ -128,60 +126,6 @@ class _Recording:
     """Those that its update writes; () where it writes all of them anew at its beginning."""
 
 
-class _Call(NamedTuple):
-    """Of a graph."""
-
-    program: Callable[..., Any]
-    args: tuple[Any, ...]
-    takes_floats: bool
-    """Python's, which Dynamo has made inputs."""
-    caller: Running | None
-    made: tuple[StorageWeakRef, ...]
-    """The memory of what it returned, but for that of its arguments."""
-
-
-class _Programs:
-    """Those that Dynamo has compiled for a step, which it may keep for good. They know of this alone, not of the step, its
-    model and its recordings."""
-
-    def __init__(self, compile_with: Callable[[LowLeaves, Any, Any], Callable[..., Any]], leaves: LowLeaves) -> None:
-        self.num_compiled = 0
-        self._calls: list[_Call] | None = None
-        """None: nobody asks."""
-        self._compile, self._leaves = compile_with, weakref.ref(leaves)
-
-    def backend(self) -> Callable[[Any, Any], Callable[..., Any]]:
-        """A backend whose programs can be asked what they are called with."""
-
-        def fxamp(gm: Any, examples: Any) -> Callable[..., Any]:  # Dynamo's errors call a backend by its name
-            takes_floats = any(is_a_float(node) for node in gm.graph.find_nodes(op="placeholder"))
-            self.num_compiled += 1
-            leaves = self._leaves()
-            assert leaves is not None
-            program = self._compile(leaves, gm, examples)
-
-            def call(*args: Any) -> Any:
-                if self._calls is None:
-                    return program(*args)
-                calls, caller = self._calls, running()
-                out = program(*args)
-                calls.append(_Call(program, args, takes_floats, caller, _made(out, args)))
-                return out
-
-            return call
-
-        return fxamp
-
-    @contextlib.contextmanager
-    def listening(self) -> Generator[list[_Call]]:
-        """Hands out the calls inside."""
-        self._calls = []
-        try:
-            yield self._calls
-        finally:
-            self._calls = None
-
-
 class _CannotRecord(RuntimeError):
     """A recording would not be the step for long."""
 
@@ -265,8 +209,8 @@ class TrainStep:
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
         self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
-        self._objective, self._programs = task.objective(), _Programs(backend, self._leaves)
-        self._loss = torch.compile(self._objective, backend=self._programs.backend())
+        self._objective, self._listener = task.objective(), Listener(backend, self._leaves)
+        self._loss = torch.compile(self._objective, backend=self._listener.backend())
         self._update: FusedUpdate | None = None
         self._rates = LearningRates(task.optimizer)
         self._on_cuda = self._device.type == "cuda"
@@ -287,8 +231,6 @@ class TrainStep:
         """Of DDP, in the last step that prepared a recording."""
         self._num_reduced = 0
         """Such steps since these are there."""
-        self._left: frozenset[int] = frozenset()
-        """Memory, by address of its record, that graphs of the last step had made, and somebody keeps."""
         self._shapes: dict[Hashable, _Shape] = {}
         self._world: World | None = None
         self._glance: Glance | None = None
@@ -675,12 +617,12 @@ class TrainStep:
         # What Dynamo compiles now, for the tensors that a recording reads, it need not compile while it is made: they have
         # other strides than those of the caller, and are never the same tensor twice.
         is_waiting = (key, place) in self._wishes
-        with self._programs.listening() as calls:
+        with self._listener.listening() as calls:
             loss = self._plain(batch, "other ranks are not ready" if is_waiting else "warming up", shape.inputs)
         if any(call.takes_floats for call in calls):
             self._give_up(_TAKES_FLOATS)
             return loss
-        read = self._read_from_before(calls, shape)
+        read = self._listener.read_from_before(calls, shape.inputs)
         num_prepared = shape.num_prepared[place] = shape.num_prepared.get(place, 0) + 1
         is_warm = self._num_reduced > (data_parallel.NUM_TIMED if reducers else NUM_WARMUPS - 1)
         if num_prepared >= NUM_WARMUPS and is_warm and self._has_state():
@@ -699,24 +641,6 @@ class TrainStep:
                 )
                 agreement.say(True)
         return loss
-
-    def _read_from_before(self, calls: list[_Call], shape: _Shape) -> tuple[Tensor, ...]:
-        """What graphs have read in a step that was there before it, beside the batch. Forgets the calls.
-
-        Somebody may put another tensor in its place before each step. What Python makes between two graphs is gone behind
-        the step; what is not, somebody keeps, and may be from before.
-        """
-        own, made, left = set(map(id, shape.inputs)), set[int](), self._left
-        found = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()
-        for call in calls:
-            for x in call.args:
-                if isinstance(x, Tensor) and id(x) not in own and (memory := _memory(x)) not in made:
-                    found[id(x)] = weakref.ref(x), x if memory in left else None
-            made.update(ref.cdata for ref in call.made)
-        self._left = frozenset(ref.cdata for call in calls for ref in call.made if not ref.expired())
-        calls.clear()
-        call = x = None
-        return tuple(x for ref, kept in found.values() if (x := kept if kept is not None else ref()) is not None)
 
     def _record_together(self, agreement: Agreement, batch: Batch) -> None:
         """Records what was wished for first, as all ranks do now; where that has become useless meanwhile, what has just run,
@@ -786,18 +710,18 @@ class TrainStep:
         Returns what graphs read beside the batch and what the step itself computes."""
         assert self._recorder is not None
         seen, again = list[dict[int, Tensor]](), list[Tensor]()
-        self._left = frozenset()
+        self._listener.kept = frozenset()
         with self._recorder.aside():
             for _ in range(NUM_WARMUPS):
                 args, kwargs = batch.parts(shape.inputs, self._task.accumulate)[0]
                 self._leaves.begin()  # weights that were written since the last step are no model's writes in a step
-                with self._branches.watching(), self._programs.listening() as calls, self._specializing():
+                with self._branches.watching(), self._listener.listening() as calls, self._specializing():
                     warming.step(self._loss, args, kwargs)
                 if any(call.takes_floats for call in calls):
                     raise _CannotRecord(_TAKES_FLOATS)
                 seen.append({id(x): x for call in calls for x in call.args if isinstance(x, Tensor)})
-                before = self._left  # what the model keeps from one step to the next
-                again = [x for x in self._read_from_before(calls, shape) if _memory(x) in before]
+                before = self._listener.kept  # what the model keeps from one step to the next
+                again = [x for x in self._listener.read_from_before(calls, shape.inputs) if memory_of(x) in before]
             if self._update is not None:
                 self._update.load({leaf.low.dtype for leaf in self._leaves}, self._rates.tensors)
         own = {id(x) for x in shape.inputs}
@@ -841,17 +765,17 @@ class TrainStep:
         known = capturable.state_of(self._task.optimizer)
         if follows:
             self._leaves.bring_up_to_date(tuple(self._leaves))
-        settled, num_compiled = self._settled(), self._programs.num_compiled
+        settled, num_compiled = self._settled(), self._listener.num_compiled
         room = self._room = None if self._update is None else self._update.reserve()
         try:
-            with self._branches.followed(), self._programs.listening() as calls, self._recorder.recording() as graph:
+            with self._branches.followed(), self._listener.listening() as calls, self._recorder.recording() as graph:
                 loss = self._launch(batch, shape.inputs, follows=follows)
         finally:
             self._room = None
             has_new_state = capturable.forget_new(self._task.optimizer, known)  # it lies where a recording put it
         if self._update is not None:
             self._update.fill()
-        if has_new_state or self._programs.num_compiled != num_compiled:  # a program's first call makes room that stays
+        if has_new_state or self._listener.num_compiled != num_compiled:  # a program's first call makes room that stays
             return None
         self._num_recordings += 1
         programs = [call.caller for call in calls if call.caller is not None]
@@ -898,17 +822,6 @@ class TrainStep:
         self._glance = None
         self._why_plain = why
         self._note(f"train_step: from now on each step runs as it is, not as a CUDA graph: {why}")
-
-
-def _memory(x: Tensor) -> int:
-    """What tells it from other memory, as long as it is there."""
-    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
-
-
-def _made(out: Any, args: Iterable[Any]) -> tuple[StorageWeakRef, ...]:
-    given = {_memory(x) for x in args if isinstance(x, Tensor)}
-    made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.layout is torch.strided and _memory(x) not in given]
-    return tuple(StorageWeakRef(x.untyped_storage()) for x in made)
 
 
 def _static(x: Tensor, device: torch.device) -> Tensor:

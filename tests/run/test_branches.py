@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -256,7 +258,8 @@ class Code:
         self.body = body
 
     def __call__(self, *inputs):
-        return CompiledFxGraph.__call__(self, list(inputs))
+        call: Any = CompiledFxGraph.__call__
+        return call(self, list(inputs))
 
 
 @pytest.fixture
@@ -272,7 +275,8 @@ def streams(monkeypatch):
 
 def launch(name, do, x):
     made = kernel(name=name, do=lambda x, out: out.copy_(do(x)), in_ptr0="*fp32", out_ptr0="*fp32")
-    CachingAutotuner.run(made, x, out := torch.empty(4, 4), stream=0)
+    run: Any = CachingAutotuner.run
+    run(made, x, out := torch.empty(4, 4), stream=0)
     return out
 
 
@@ -462,7 +466,7 @@ def test_higher_order_operators_are_waited_for():
     def dropped(x):
         return nn.functional.dropout(x @ x, 0.5) @ x
 
-    with torch._inductor.config.patch(fallback_random=True):
+    with inductor_config.patch(fallback_random=True):
         compiled = torch.compile(lambda x: checkpoint(dropped, x, use_reentrant=False).sum())
         x = torch.randn(4, 4, requires_grad=True)
         torch.autograd.grad(compiled(x), x)
