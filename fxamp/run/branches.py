@@ -326,6 +326,10 @@ class Branches:
         """Launches in branches, of all graphs."""
         return sum(map(bool, itertools.chain.from_iterable(plan.branches for _, plan in self._plans.values())))
 
+    def forget(self) -> None:
+        """Drops all plans."""
+        self._plans.clear()
+
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
         """Makes a plan for each graph that runs inside."""

@@ -247,7 +247,7 @@ class TrainStep:
             writes.watch_lists()
         self._room: Tensor | None = None
         """Of the step that is being recorded."""
-        self._num_recordings = self._num_replayed = 0
+        self._num_recordings = self._num_replayed = self._num_beside = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
         self._has_told_of_breaks = self._has_looked_for_gradients = False
@@ -302,7 +302,7 @@ class TrainStep:
             num_replayed=self._num_replayed,
             num_plain=dict(self._num_plain),
             num_ranks=1 if self._agreement is None else self._agreement.num_ranks,
-            num_beside=self._branches.num_moved(),
+            num_beside=self._num_beside,
         )
 
     def __repr__(self) -> str:
@@ -778,6 +778,7 @@ class TrainStep:
         if has_new_state or self._listener.num_compiled != num_compiled:  # a program's first call makes room that stays
             return None
         self._num_recordings += 1
+        self._num_beside = self._branches.num_moved()
         programs = [call.caller for call in calls if call.caller is not None]
         is_what_would_run, can_ask = guard_of(programs)
         self._tell_of_breaks(programs, can_ask=can_ask)
@@ -816,6 +817,7 @@ class TrainStep:
             for recording in shape.recordings.values():
                 recording.graph.reset()  # whoever else holds it
         self._shapes.clear()
+        self._branches.forget()
 
     def _give_up(self, why: str) -> None:
         self._forget_recordings()
