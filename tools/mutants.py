@@ -417,7 +417,7 @@ MUTANTS: Final = (
         ("branches: arguments of the user's kernels are read", 'or not name.startswith("in_ptr")', ""),
         ("branches: what is called in_ptr is never written", "(name in mutated or not ", "(not "),
         ("branches: launches in other languages", ' and makers <= {"triton", "wait"}', ""),
-        ("branches: streams of the user", " and not has_streams", ""),
+        ("branches: streams of the user, and programmatic launches", " and not is_ordered", ""),
         ("branches: inputs that overlap", "None if _overlap(inputs) else run_of(code)", "run_of(code)"),
         ("branches: graphs that operations call", ", self._here.through(None), switch:", ", switch:"),
         ("branches: switches of when it was asked for", "is_tf32 and not tf32", "False and not tf32"),

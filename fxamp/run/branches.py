@@ -397,11 +397,12 @@ def _lock() -> threading.RLock:
 
 
 def _launches_are_seen(code: Any) -> bool:
-    """Is each launch of a compiled graph one of Triton's, or an operation's, on the stream of now?"""
+    """Is each launch of a compiled graph one of Triton's, or an operation's, and may it go to another stream?"""
     source = getattr(code, "source_code", "") or ""
     makers = set(re.findall(r"async_compile\.(\w+)\(", source))
-    has_streams = "get_external_object_by_index" in source or "torch.ops.streams." in source  # of the user
-    return "def call(" in source and makers <= {"triton", "wait"} and not has_streams
+    # Streams of the user; and waits of programmatic launches, generated for the order that launches have on one stream.
+    is_ordered = any(word in source for word in ("get_external_object_by_index", "torch.ops.streams.", "gdc_wait"))
+    return "def call(" in source and makers <= {"triton", "wait"} and not is_ordered
 
 
 def _overlap(inputs: Sequence[Any]) -> bool:

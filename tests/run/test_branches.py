@@ -410,8 +410,11 @@ def test_inputs_that_share_memory_at_other_addresses_are_left_alone(streams):
     assert not found.num_moved()
 
 
-@pytest.mark.parametrize("line", ["stream1 = get_external_object_by_index(0)", "torch.ops.streams.fork.default(0, 1)"])
-def test_graphs_with_streams_of_the_user_are_left_alone(line):
+@pytest.mark.parametrize(
+    "line",
+    ["stream1 = get_external_object_by_index(0)", "torch.ops.streams.fork.default(0, 1)", "    tl.extra.cuda.gdc_wait()"],
+)
+def test_graphs_that_rely_on_an_order_of_launches_are_left_alone(line):
     code = Code(stack)
     assert branches._launches_are_seen(code)
     code.source_code += line
