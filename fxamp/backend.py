@@ -178,7 +178,7 @@ class Amp:
             outputs=_output_dtype(gm, options),
             weights=self._weights if leaves is None else leaves,
             copied=() if captured.trains and leaves is None else (leaves or self._weights).positions(example_inputs),
-            is_recorded=leaves is not None and options.cuda_graphs is not False and captured.device.type == "cuda",
+            is_recorded=leaves is not None and captured.device.type == "cuda",
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
@@ -626,7 +626,8 @@ class _Shared:
     copied: tuple[int, ...]
     """Positions of the inputs of which low copies are kept."""
     is_recorded: bool
-    """Is it part of a CUDA graph that a train step records?"""
+    """Is it part of a train step on CUDA, which is recorded? With `cuda_graphs=False` it is the same program, launch by
+    launch."""
     programs: dict[str, Program] = field(default_factory=dict)
     """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
 
