@@ -178,7 +178,7 @@ class Amp:
             outputs=_output_dtype(gm, options),
             weights=self._weights if leaves is None else leaves,
             copied=() if captured.trains and leaves is None else (leaves or self._weights).positions(example_inputs),
-            is_recorded=leaves is not None and captured.device.type == "cuda",
+            in_step_on_cuda=leaves is not None and captured.device.type == "cuda",
         )
         variants: dict[str, VariantRecord] = {}
         programs: dict[Assignment, Compiled] = {}
@@ -625,9 +625,8 @@ class _Shared:
     weights: WeightCopies | LowLeaves
     copied: tuple[int, ...]
     """Positions of the inputs of which low copies are kept."""
-    is_recorded: bool
-    """Is it part of a train step on CUDA, which is recorded? With `cuda_graphs=False` it is the same program, launch by
-    launch."""
+    in_step_on_cuda: bool
+    """Is it part of a train step on CUDA? Most are recorded; those that are not are the same program, launch by launch."""
     programs: dict[str, Program] = field(default_factory=dict)
     """Those compiled so far, by their digest: two precisions come to the same where nothing is lowered."""
 
@@ -651,7 +650,7 @@ def _variant(assignment: Assignment, shared: _Shared) -> tuple[VariantRecord, Pr
     copied = [inputs[i].name for i in shared.copied]
     measures = (options.mode or "").startswith("max-autotune")
     steps = rewrite.passes_for(
-        captured, made, relaxed=options.relaxed, frozen=copied, measures=measures, is_recorded=shared.is_recorded
+        captured, made, relaxed=options.relaxed, frozen=copied, measures=measures, is_recorded=shared.in_step_on_cuda
     )
     changes = passes.run(rewritten, steps, check)
     program = _lower(rewritten, made, shared)
@@ -724,7 +723,7 @@ def _lower(gm: fx.GraphModule, made: Plan, shared: _Shared) -> Program:
         relaxed=joint.relaxed(options.relaxed, made.low),
         scaling=scaling,
         watch=watch,
-        reuses_buffers=not (shared.is_recorded and captured.num_bytes <= SMALL_BYTES),
+        reuses_buffers=not (shared.in_step_on_cuda and captured.num_bytes <= SMALL_BYTES),
     )
     digest = _digest(captured, made, (settings, taken))
     if digest not in shared.programs:

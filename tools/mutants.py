@@ -422,6 +422,12 @@ MUTANTS: Final = (
         ("branches: graphs that operations call", ", self._here.through(None), switch:", ", switch:"),
         ("branches: switches of when it was asked for", "is_tf32 and not tf32", "False and not tf32"),
         ("branches: errors leave branches open", "                run.break_off()\n", ""),
+        (
+            "branches: what parts behind a join need not wait",
+            "        self._counts[0] += 1  # what parts",
+            "        # what parts",
+        ),
+        ("branches: plans stay when they are none", "            self._plans.pop(id(code), None)\n", ""),
         ("branches: other threads follow", " and recorder.is_recording()", ""),
         (
             "branches: templates write what they call so",

@@ -54,7 +54,7 @@ def passes_for(
 ) -> tuple[Pass, ...]:
     """The passes that turn a captured graph into the planned one, in order. `relaxed`: names of what was asked for; `frozen`:
     names of the inputs of which low copies can be had; `measures`: may time be spent on choosing kernels? `is_recorded`: is it
-    part of a CUDA graph that fxamp records?"""
+    part of a train step on CUDA?"""
     return (
         *((MarkFollowing(plan.decisions),) if "min_cut" in relaxed else ()),
         MarkRoundings(captured),  # before LowerOperations: it knows the nodes of the captured graph by name

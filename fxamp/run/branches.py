@@ -30,22 +30,24 @@ from torch.utils._pytree import tree_leaves
 
 from fxamp import tf32
 from fxamp.run import recorder
+from fxamp.run.writes import address
 
 NUM_BRANCHES: Final = 3
 """Beside the main one. Operations have the first, kernels of Triton's the others: for each stream that it is called on, the
 matrix library keeps a workspace (32 MiB on an H200)."""
 
 CHUNK: Final = 6
-"""Launches that part from the main branch together: to part takes time itself, and so does to wait for the sixth."""
+"""Launches that part from the main branch together. To part takes time, but the first of them waits for the last."""
 
 MIN_SLACK: Final = 2
-"""Launches by which one may come later and the graph takes no longer, for it to go into a branch."""
+"""A launch goes into a branch if the graph takes no longer where it comes this many launches later."""
 
 MIN_MOVED: Final = 8
-"""Launches in branches for which a graph is worth to be parted at all."""
+"""For fewer launches in branches a graph has none."""
 
 MAX_BYTES: Final = 8 << 20
-"""That a launch may read and write. Larger ones fill a GPU by themselves; where half of a graph's are, nothing is parted."""
+"""That a launch in a branch may read and write. Larger ones fill a GPU by themselves; a graph of which half are has no
+branches."""
 
 MAX_HELD_BYTES: Final = 256 << 20
 """That the branches of a graph keep from being used again, until they meet."""
@@ -235,9 +237,9 @@ class Planned:
                 self._part()
             return given.written[0]
         if any(
-            address in touches and (touches[address] or writes)
+            where in touches and (touches[where] or writes)
             for put in self._put_off
-            for address, writes in put.touches.items()
+            for where, writes in put.touches.items()
         ):
             self._part()
         self._wait_for_sharers(0, touches)
@@ -257,6 +259,7 @@ class Planned:
         self._join()
 
     def _join(self) -> None:
+        self._counts[0] += 1  # what parts later has to wait for what the main branch waits for here
         for branch, count in enumerate(self._counts):
             if branch and count:
                 self._wait(0, self._mark(branch))
@@ -268,27 +271,27 @@ class Planned:
         for given, branch, touches in self._put_off:
             self._wait(branch, self._mark(0))
             self._wait_for_sharers(branch, touches)
+            self._counts[branch] += 1  # if it fails halfway, something may be there to wait for
             with self._streams.on(branch):
                 given.go()
-            self._counts[branch] += 1
             mark = self._mark(branch)
-            for address, writes in touches.items():
-                self._touched[address][branch, writes] = mark
+            for where, writes in touches.items():
+                self._touched[where][branch, writes] = mark
             self._hold(given.tensors)
         self._put_off.clear()
         if self._num_held_bytes > MAX_HELD_BYTES:
             self._join()
 
     def _wait_for_sharers(self, branch: int, touches: Mapping[int, bool]) -> None:
-        for address, writes in touches.items():
-            for (_, wrote), mark in self._touched.get(address, {}).items():
+        for where, writes in touches.items():
+            for (_, wrote), mark in self._touched.get(where, {}).items():
                 if writes or wrote:
                     self._wait(branch, mark)
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
-        for storage in (x.untyped_storage() for x in tensors):
-            if storage.data_ptr() not in self._held:
-                self._held[storage.data_ptr()] = storage
+        for x in tensors:
+            if address(x) not in self._held:
+                storage = self._held[address(x)] = x.untyped_storage()
                 self._num_held_bytes += storage.nbytes()
 
     def _mark(self, branch: int) -> _Mark:
@@ -310,8 +313,7 @@ class Planned:
 
 def _touches(given: Given) -> dict[int, bool]:
     """Address of the memory -> is it written?"""
-    touches = {x.untyped_storage().data_ptr(): False for x in given.tensors}
-    return touches | {x.untyped_storage().data_ptr(): True for x in given.written}
+    return dict.fromkeys(map(address, given.tensors), False) | dict.fromkeys(map(address, given.written), True)
 
 
 # ---- what Inductor compiles -----------------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class Branches:
         """By id of the compiled graph, which is held."""
 
     def num_moved(self) -> int:
-        """Launches in branches, of all graphs."""
+        """Launches that plans have in branches, of all graphs."""
         return sum(map(bool, itertools.chain.from_iterable(plan.branches for _, plan in self._plans.values())))
 
     def forget(self) -> None:
@@ -339,10 +341,16 @@ class Branches:
             watched = Watched()
             yield watched
             plan = plan_of(watched.launches)
+            self._plans.pop(id(code), None)
             if plan is not None:
                 self._plans[id(code)] = code, plan
 
-        with _intercepted(lambda code: watch(code) if _launches_are_seen(code) else None):
+        ours = _stream_of_now()  # where autograd runs the backward too; what others call meanwhile is theirs
+
+        def run_of(code: Any) -> contextlib.AbstractContextManager[Watched] | None:
+            return watch(code) if _stream_of_now() == ours and _launches_are_seen(code) else None
+
+        with _intercepted(run_of):
             yield
 
     @contextlib.contextmanager
@@ -354,10 +362,10 @@ class Branches:
             run = Planned(plan, CudaStreams(torch.cuda.current_stream()))
             try:
                 yield run
+                run.meet()
             except BaseException:
                 run.break_off()
                 raise
-            run.meet()
 
         def run_of(code: Any) -> contextlib.AbstractContextManager[Planned] | None:
             known = self._plans.get(id(code))
@@ -365,6 +373,10 @@ class Branches:
 
         with _intercepted(run_of):
             yield
+
+
+def _stream_of_now() -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream() if torch.cuda.is_available() else None
 
 
 class CudaStreams:
@@ -407,8 +419,13 @@ def _launches_are_seen(code: Any) -> bool:
 
 def _overlap(inputs: Sequence[Any]) -> bool:
     """Do inputs share memory that does not look the same, as what came by DLPack may?"""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs if isinstance(x, Tensor)}
-    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(sorted(storages.items())))
+    ends = dict[int, int]()
+    for x in (x for x in inputs if isinstance(x, Tensor)):
+        start = address(x)
+        ends[start] = max(ends.get(start, 0), start + x.untyped_storage().nbytes())
+    spans = sorted(ends.items())
+    furthest = itertools.accumulate((end for _, end in spans), max)
+    return any(end > start for end, (start, _) in zip(furthest, spans[1:], strict=False))
 
 
 _Run = Watched | Planned
@@ -471,9 +488,14 @@ def _intercepted(run_of: Callable[[Any], contextlib.AbstractContextManager[_Run]
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    here = _Here()
-    call_graph, run_kernel = CompiledFxGraph.__call__, CachingAutotuner.run
+    with _lock():
+        yield from _patched(CompiledFxGraph, CachingAutotuner, run_of)
 
+
+def _patched(
+    graphs: Any, kernels: Any, run_of: Callable[[Any], contextlib.AbstractContextManager[_Run] | None]
+) -> Generator[None]:
+    here, call_graph, run_kernel = _Here(), graphs.__call__, kernels.run
     def call(code: Any, inputs: Any) -> Any:
         context = None if _overlap(inputs) else run_of(code)
         if context is None:
@@ -491,12 +513,11 @@ def _intercepted(run_of: Callable[[Any], contextlib.AbstractContextManager[_Run]
 
         return here.run.launch(_given(kernel, args, kwargs, go))
 
-    with _lock():
-        CompiledFxGraph.__call__, CachingAutotuner.run = call, run  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            yield
-        finally:
-            CompiledFxGraph.__call__, CachingAutotuner.run = call_graph, run_kernel
+    graphs.__call__, kernels.run = call, run
+    try:
+        yield
+    finally:
+        graphs.__call__, kernels.run = call_graph, run_kernel
 
 
 def _given(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any], go: Callable[[], Any]) -> Given:

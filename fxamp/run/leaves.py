@@ -37,8 +37,8 @@ class Leaf:
     """Requires a gradient where the weight does. The same tensor from step to step, as CUDA graphs read it."""
     version: int
     """Autograd's count of writes to the weight, when it was copied."""
-    layout: tuple[int, tuple[int, ...]] = (0, ())
-    """Where the weight lay then, and its strides."""
+    layout: writes.Layout = (0, 0, ())
+    """Where the weight lay then."""
     is_marked: bool = False
     """Was the memory of the weight marked when it was copied?"""
     is_known: bool = True

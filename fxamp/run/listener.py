@@ -31,8 +31,8 @@ class Call(NamedTuple):
 
 
 class Listener:
-    """Listens to the programs of a step. They know of it alone, not of the step, its model and its recordings: Dynamo keeps
-    what it has compiled, in caches and in the globals of modules, when the step is long forgotten."""
+    """Listens to the programs of a step. They know of it, and of the Amp, but not of the step, its model and its recordings:
+    Dynamo keeps what it has compiled, in caches and in the globals of modules, when the step is long forgotten."""
 
     def __init__(self, compile_with: Callable[[LowLeaves, Any, Any], Callable[..., Any]], leaves: LowLeaves) -> None:
         self.num_compiled = 0

@@ -171,7 +171,7 @@ class StepSummary:
     num_ranks: int = 1
     """Whose collectives are part of the CUDA graphs."""
     num_beside: int = 0
-    """Launches of compiled graphs that run beside the main branch of the CUDA graphs."""
+    """Launches of the compiled graphs, of all precisions and shapes, that have a place beside the main branch."""
 
     def __str__(self) -> str:
         plain = "".join(f"; {count} as they are: {why}" for why, count in self.num_plain.items())

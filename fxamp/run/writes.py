@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,24 +37,29 @@ def is_marked(tensor: Tensor) -> bool:
     return torch._C._is_cow_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+Layout = tuple[int, int, tuple[int, ...]]
+"""(address of the memory, offset in it in numbers, strides)."""
+
+
 def address(tensor: Tensor) -> int:
-    """Where the numbers of a tensor begin. Leaves the mark, which `data_ptr()` takes away."""
+    """Where the memory that a tensor lies in begins. Leaves the mark, which `data_ptr()` takes away."""
     return torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def layout(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Where a tensor lies, and its strides."""
-    return address(tensor), tensor.stride()
+def layout(tensor: Tensor) -> Layout:
+    """Where a tensor lies."""
+    return address(tensor), int(tensor.storage_offset()), tensor.stride()
 
 
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """The `address` of each."""
-    return tuple(map(torch._C._data_address, tensors))  # pyright: ignore[reportAttributeAccessIssue]
+def addresses(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """Of many: equal where each begins where it did."""
+    begins = tuple(map(torch._C._data_address, tensors))  # pyright: ignore[reportAttributeAccessIssue]
+    return begins, tuple(map(Tensor.storage_offset, tensors))
 
 
-def layouts(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """Of many: equal where the `layout` of each is."""
-    return addresses(tensors), tuple(map(Tensor.stride, tensors))
+def layouts(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Of many: equal where the `layout` of each is; zipped, these."""
+    return *addresses(tensors), tuple(map(Tensor.stride, tensors))
 
 
 def unmark(tensor: Tensor) -> None:

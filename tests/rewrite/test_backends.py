@@ -135,28 +135,32 @@ def test_kernels_are_measured_on_a_gpu():
 
 
 # ---- small ones that are recorded -----------------------------------------------------------------------------------------
-ALL: Final = [CUDNN, FLASH, EFFICIENT, MATH]
+ALL: Final = [FLASH, EFFICIENT, MATH, CUDNN]
+"""PyTorch's own order; on some devices it prefers cuDNN nevertheless."""
 
 
 @pytest.mark.parametrize(
-    ("shape", "switched_on", "expected"),
+    ("shape", "switched_on", "is_chosen"),
     [
-        ((8, 4, 64, 32), ALL, [FLASH, CUDNN, EFFICIENT, MATH]),
-        ((2, 8, 1024, 64), ALL, None),  # 2 GFLOP: the product counts
-        ((8, 4, 64, 32), [FLASH, EFFICIENT, MATH], None),
-        ((8, 4, 64, 32), [CUDNN, EFFICIENT], None),
+        ((8, 4, 64, 32), ALL, True),
+        ((2, 8, 1024, 64), ALL, False),  # 2 GFLOP
+        ((8, 4, 64, 32), [FLASH, EFFICIENT, MATH], False),
+        ((8, 4, 64, 32), [CUDNN, EFFICIENT], False),
+        ((8, 4, 64, 32), [CUDNN, FLASH], False),  # somebody wants it
+        ((8, 4, 64, 32), [EFFICIENT, FLASH, CUDNN], False),
     ],
 )
-def test_small_attention_has_no_memset(
-    shape: tuple[int, int, int, int], switched_on: list[SDPBackend], expected: list[SDPBackend] | None
-):
+def test_small_attention_has_no_memset(shape: tuple[int, int, int, int], switched_on: list[SDPBackend], is_chosen: bool):
     gm = rewritten(attend, *qkv(*shape))
     with sdpa_kernel(switched_on, set_priority=True):
         change = FlashForSmall()(gm)
     (node,) = [n for n in gm.graph.nodes if n.target is ops.ATTENTION]
     found = node.kwargs.get("kernels")
-    assert (found and [SDPBackend(k) for k in found]) == expected  # pyright: ignore[reportGeneralTypeIssues]
-    assert change.num_marked == (expected is not None)
+    assert change.num_marked == is_chosen
+    if is_chosen:
+        assert [SDPBackend(k) for k in found][: len(switched_on)] == switched_on  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    else:
+        assert found is None
 
 
 @pytest.mark.gpu

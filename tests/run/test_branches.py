@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.hints import HeuristicType
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch.utils.checkpoint import checkpoint
 
 import fxamp
 from fxamp import tf32
@@ -90,6 +89,29 @@ def test_who_shares_memory_with_a_writer_waits(program, data):
         assert need <= streams.before[i]
         if not launches[i][3]:
             assert set(range(i)) <= streams.before[i]
+
+
+@pytest.mark.parametrize("max_held", [0, 3000, 1 << 40])
+@pytest.mark.parametrize("seed", range(60))
+def test_memory_that_is_used_again_is_waited_for(seed, max_held, monkeypatch):
+    """What is dropped makes room for what comes: who shares an address with an earlier launch comes behind it."""
+    monkeypatch.setattr(branches, "MAX_HELD_BYTES", max_held)
+    draw = random.Random(seed)
+    streams, live, touched = Ordered(), [torch.zeros(64) for _ in range(6)], []
+    names = tuple(f"launch {i}" for i in range(60))
+    run = Planned(Plan(names, tuple(draw.choice((0, 1, 2, 3)) for _ in names)), streams)
+    for i, name in enumerate(names):
+        reads, written = draw.sample(live, 2), torch.empty(64)
+        touched.append(({x.data_ptr() for x in reads}, written.data_ptr()))
+        run.launch(Given(name, (*reads, written), (written,), True, True, lambda i=i: streams.run(i)))
+        live.append(written)
+        del reads, written
+        live.pop(draw.randrange(len(live)))
+    run.meet()
+    for i, (read, wrote) in enumerate(touched):
+        for j, (read_before, wrote_before) in enumerate(touched[:i]):
+            if wrote_before in (*read, wrote) or wrote in read_before:
+                assert j in streams.before[i]
 
 
 def chain_with_leaves(num_layers):
@@ -360,32 +382,28 @@ def test_what_is_launched_later_is_launched_as_it_was_asked_for(num_layers, stre
     assert not tf32.is_on("matmul")
 
 
-def test_after_an_error_all_branches_are_joined(streams):
-    def broken(i, x):
-        if streams.is_broken and i == 17:
-            raise torch.cuda.OutOfMemoryError("out of memory")
-        return ()
+@pytest.mark.parametrize("at", range(1, 41, 3))
+def test_after_an_error_all_branches_are_joined(at, streams, monkeypatch):
+    """Also if it is the first of a branch that fails, halfway, or one that is launched when the graph has ended."""
+    started = [[], [], [], []]
 
-    streams.is_broken = False
-    code = Code(lambda x: stack(x, broken))
-    found = Branches()
+    def run(kernel, *args, stream):
+        started[streams.now].append(num := sum(map(len, started)))
+        streams.told[streams.now].add(num)
+        if num == streams.fails_at:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        kernel.do(*args)
+
+    monkeypatch.setattr(CachingAutotuner, "run", run)
+    streams.fails_at = -1
+    code, found = Code(stack), Branches()
     with found.watching():
         code(torch.eye(4))
-    streams.is_broken = True
-    num = 0
-    on = streams.on
-
-    def counted(branch):
-        nonlocal num
-        num += 1
-        streams.told[branch].add(num)
-        return on(branch)
-
-    streams.on = counted
+    started, streams.told = [[], [], [], []], [set() for _ in streams.told]
+    streams.fails_at = at - 1
     with found.followed(), pytest.raises(torch.cuda.OutOfMemoryError):
         code(torch.eye(4))
-    assert num
-    assert streams.told[0] == set(range(1, num + 1))
+    assert streams.told[0] == set(range(at))
 
 
 def test_a_graph_that_runs_meanwhile_is_not_recorded(streams, monkeypatch):
@@ -403,6 +421,7 @@ def test_inputs_that_share_memory_at_other_addresses_are_left_alone(streams):
     x = torch.zeros(16)
     shifted = torch.from_dlpack(x[4:8])
     assert branches._overlap([x, 3, shifted])
+    assert branches._overlap([x, shifted[:0], torch.from_dlpack(x[:2]), shifted])  # the second hides nothing
     assert not branches._overlap([x, x[4:8], torch.zeros(4), None])
     found = Branches()
     with found.watching():
@@ -463,18 +482,29 @@ def test_graphs_with_launches_that_nobody_sees_are_left_alone(monkeypatch):
     assert not found._plans
 
 
-def test_higher_order_operators_are_waited_for():
-    """Checkpointing with dropout leaves one in the code."""
+def test_higher_order_operators_are_waited_for(streams):
+    """Checkpointing with dropout may leave one in the code."""
+    save = torch.ops.higher_order.run_and_save_rng_state
 
-    def dropped(x):
-        return nn.functional.dropout(x @ x, 0.5) @ x
+    def dropped(i, x):
+        return [save(torch.ops.aten.clone.default, x)[1]] if i == 5 else []
 
-    with inductor_config.patch(fallback_random=True):
-        compiled = torch.compile(lambda x: checkpoint(dropped, x, use_reentrant=False).sum())
-        x = torch.randn(4, 4, requires_grad=True)
-        torch.autograd.grad(compiled(x), x)
-        with Branches().watching():
-            torch.autograd.grad(compiled(x), x)
+    code, x = Code(lambda x: stack(x, dropped)), torch.eye(4)
+    expected = code(x)
+    found, got = in_branches(code, x)
+    assert found.num_moved() > 10
+    assert all(map(torch.equal, expected, got))
+
+
+def test_a_graph_that_has_become_large_has_no_plan(streams, monkeypatch):
+    code, found = Code(stack), Branches()
+    with found.watching():
+        code(torch.eye(4))
+    assert found.num_moved()
+    monkeypatch.setattr(branches, "MAX_BYTES", 1)
+    with found.watching():
+        code(torch.eye(4))
+    assert not found.num_moved()
 
 
 def test_an_operation_of_somebody_else_waits_for_all():

@@ -38,6 +38,8 @@ class Everything:
 
     def __init__(self) -> None:
         self.model: Any = Part()
+        for x in (self.model.f.weight, self.model.plain):  # half of a piece of memory
+            x.data = torch.cat((x.data, x.data))[: len(x)]
         self.optimizer: Any = optim.AdamW(self.model.parameters(), lr=0.1, betas=(0.9, 0.99))
         self.factor, self.offset = 2.0, torch.ones(4)
         self.masks = (torch.zeros(3),)
@@ -45,6 +47,7 @@ class Everything:
             p.grad = torch.ones_like(p)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.state["exp_avg"].data = torch.zeros(8, 4)[:4]
 
         self.surroundings = Surroundings(lambda: list(self.model.modules()), self.optimizer, self.loss, lambda: self.masks)
         assert self.surroundings.watch([self.model.plain]) == []
@@ -59,6 +62,10 @@ class Everything:
     @property
     def state(self) -> dict[str, Any]:
         return self.optimizer.state[self.model.f.weight]
+
+
+def _second_half(x: Tensor) -> Tensor:
+    return x.as_strided(x.shape, x.stride(), x.numel())
 
 
 def _hook(w: Everything) -> None:
@@ -88,6 +95,9 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "a parameter": lambda w: setattr(w.model.f, "weight", nn.Parameter(torch.ones(4, 4))),
     "a parameter is None": lambda w: setattr(w.model.f, "bias", None),
     "its memory": lambda w: setattr(w.model.f.weight, "data", torch.ones(4, 4)),
+    "its place in its memory": lambda w: setattr(w.model.f.weight, "data", _second_half(w.model.f.weight.data)),
+    "the place of one that is neither": lambda w: setattr(w.model.plain, "data", _second_half(w.model.plain.data)),
+    "the place of a state": lambda w: setattr(w.state["exp_avg"], "data", _second_half(w.state["exp_avg"].data)),
     "its strides": lambda w: setattr(w.model.f.weight, "data", w.model.f.weight.data.t()),
     "a buffer": lambda w: setattr(w.model.norm, "running_mean", torch.ones(4)),
     "a buffer more": lambda w: w.model.register_buffer("more", torch.ones(4)),
