@@ -407,7 +407,7 @@ MUTANTS: Final = (
             "                if writes or wrote:\n",
             "                if writes:\n",
         ),
-        ("branches: nobody waits for what is put off", "(touches[address] or writes)", "False"),
+        ("branches: nobody waits for what is put off", "(touches[where] or writes)", "False"),
         ("branches: the main branch is not waited for", "            self._wait(branch, self._mark(0))\n", ""),
         ("branches: nobody waits for sharers in the main branch", "        self._wait_for_sharers(0, touches)\n", ""),
         ("branches: nobody waits for sharers in others", "            self._wait_for_sharers(branch, touches)\n", ""),
@@ -437,7 +437,7 @@ MUTANTS: Final = (
         ("branches: kernels of the user are known", " and not kernel.custom_kernel", ""),
         (
             "branches: memory is counted each time",
-            "            if storage.data_ptr() not in self._held:\n",
+            "            if address(x) not in self._held:\n",
             "            if True:\n",
         ),
     ),
