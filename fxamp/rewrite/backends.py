@@ -37,6 +37,8 @@ SMALL_FLOPS: Final = 5e8
 while it waits twice for 5 microseconds: flash has the slower products."""
 
 _OFFERED: Final = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+_PREFERS_CUDNN: Final = [*_OFFERED, SDPBackend.MATH]
+"""PyTorch's list of kernels, the preferred first, once a device has run attention that it prefers cuDNN on."""
 
 
 @dataclass(frozen=True)
@@ -144,24 +146,27 @@ def _operands(node: fx.Node) -> Operands | str:
 @dataclass(frozen=True)
 class FlashForSmall:
     """Lets small low attention that a CUDA graph replays be traced with flash before cuDNN, whose kernels begin with a memset:
-    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. Flash comes
-    first in PyTorch's list too, but without one of the caller's own PyTorch prefers cuDNN on some devices all the same.
+    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. PyTorch's own
+    list has flash first until the first attention on a device where it prefers cuDNN; that call writes another list, of which
+    nobody can tell whether the caller asked for it.
 
     requires: rewritten Dynamo graph, behind LowAttention.  changes: the argument `kernels` of attention.  keeps: all else; two
     kernels differ in how they round inside.
 
         y = fxamp.attention(q, k, v)     ->     y = fxamp.attention(q, k, v, kernels=[flash, cuDNN, efficient, math])
-    kept: large ones, symbolic sizes, and all where somebody has put another kernel first. Where flash does not take the
+    kept: large ones, symbolic sizes, and all where somebody has another list. Where flash does not take the
     operands, the next one does.
     """
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         allowed, num_marked = ops.allowed_kernels(), 0
-        if allowed[:1] != [SDPBackend.FLASH_ATTENTION] or SDPBackend.CUDNN_ATTENTION not in allowed:
+        is_free = allowed[:1] == [SDPBackend.FLASH_ATTENTION] or allowed == _PREFERS_CUDNN
+        if not is_free or SDPBackend.CUDNN_ATTENTION not in allowed:
             return Change(pass_name=type(self).__name__)  # somebody wants another order, or there is nothing to choose
+        order = [SDPBackend.FLASH_ATTENTION, *(x for x in allowed if x is not SDPBackend.FLASH_ATTENTION)]
         for part in graph.all_of(gm):
             for node in [x for x in part.graph.nodes if x.target is ops.ATTENTION and _num_flops(x) <= SMALL_FLOPS]:
-                change_arguments(node, kernels=[int(kernel.value) for kernel in allowed])
+                change_arguments(node, kernels=[int(kernel.value) for kernel in order])
                 num_marked += 1
             part.recompile()
         return Change(pass_name=type(self).__name__, num_marked=num_marked)

@@ -34,3 +34,41 @@ def test_what_the_allocator_reserves_is_in_some_pool():
     assert sum(pool.reserved_mib for pool in pools) * MIB == pytest.approx(torch.cuda.memory_reserved())
     assert any(size >= 100 for pool in pools for size, _ in pool.large_mib)
     del x
+
+
+def test_holes_name_what_keeps_them():
+    def block(size: int, state: str, *frames: tuple[str, int, str]) -> dict[str, Any]:
+        made = [{"filename": f"/here/{file}", "line": line, "name": name} for file, line, name in frames]
+        return {"size": size * MIB, "state": state, "frames": made}
+
+    kept = {
+        **segment((0, 0), 148, 3),
+        "blocks": [
+            block(1, "active_allocated", ("adamw.py", 7, "init"), ("train.py", 9, "step")),
+            block(145, "inactive"),
+            block(2, "active_allocated", ("leaves.py", 5, "of")),
+        ],
+    }
+    free = {**segment((0, 0), 40, 0), "blocks": [block(40, "inactive")]}
+    full = {**segment((0, 0), 40, 38), "blocks": []}
+    graphs = {**segment((0, 1), 90, 0), "blocks": []}
+    found = memory.holes_of([free, graphs, full, kept])
+    assert [(hole.segment_mib, hole.empty_mib) for hole in found] == [(148, 145), (40, 40)]
+    assert found[0].holders == (("leaves.py:5 of", 2), ("adamw.py:7 init < train.py:9 step", 1))
+    shown = memory.table_of_holes({"fxamp-bf16": Held(peak_reserved_mib=188, pools=(), holes=tuple(found))})
+    assert list(shown.columns[-1].cells) == ["leaves.py:5 of", "adamw.py:7 init < train.py:9 step", "nothing"]
+
+
+@pytest.mark.gpu
+def test_a_tensor_in_a_large_segment_is_named():
+    torch.cuda.empty_cache()
+    torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    try:
+        large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        del large  # cached: the next one lies in it
+        kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
+        holders = [code for hole in memory.holes_of(torch.cuda.memory_snapshot()) for code, _ in hole.holders]
+        assert any("test_a_tensor_in_a_large_segment_is_named" in code for code in holders)
+        del kept
+    finally:
+        torch.cuda.memory._record_memory_history(None)

@@ -50,6 +50,7 @@ def test_a_step_that_nobody_has_holds_nothing(made, is_recorded, precision, monk
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:train_step. a micro-batch runs 3 graphs")
 def test_a_recorded_step_gives_its_memory_back():
     def trained() -> None:
         model = Half().cuda()
