@@ -1,15 +1,16 @@
 """python -m bench.memory: what a workload reserves of a GPU's memory on each of some systems, and in which pieces.
 
 What to look at when a row of the results holds more memory than its peer. PyTorch's allocator takes memory from the driver in
-segments, and keeps them; each belongs to a pool, the ordinary one or that of CUDA graphs. What a step needs at its peak is
-what its pools reserve. Systems are measured one after another, each in a process of its own. With --holes, what is reserved
-and in no tensor of the ordinary pool is listed too: segments that are partly empty between two steps, and which code made the
-tensors that keep the allocator from giving them back.
+segments, and keeps them; each belongs to a pool: the ordinary one, or a private one, as CUDA graphs have, which make what is in
+theirs anew, and train steps of fxamp for what they keep. What a step needs at its peak is what its pools reserve. Systems are
+measured one after another, each in a process of its own. With --holes, who made what lives on is listed, and what is reserved
+and in no tensor: segments that are partly empty between two steps, and what keeps the allocator from giving them back.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ HOLE_MIB: Final = 4
 """What is empty of a segment is a hole from this size on."""
 NUM_FRAMES: Final = 6
 """Of the Python that made a tensor, innermost first."""
+NUM_HOLDERS: Final = 16
+"""Rows of the table of what lives on."""
+NUM_EVENTS: Final = 200_000
+"""Of the allocator, which are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +52,14 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Hole:
-    """What is empty of a segment of the ordinary pool."""
+    """What is empty of a segment, between two steps."""
 
     segment_mib: float
     empty_mib: float
     holders: tuple[tuple[str, float], ...]
     """(code, MiB) of the tensors beside it, largest first: "file.py:line function < its caller < ..."."""
+    last: str
+    """The code that was the last to have memory there, of late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,23 +69,28 @@ class Held:
     peak_reserved_mib: float
     """Of steps that follow warm-up."""
     pools: tuple[Pool, ...]
+    holders: tuple[tuple[str, float], ...] = ()
+    """(code, MiB) of the tensors that there are, most first. Empty unless asked for, as the next."""
     holes: tuple[Hole, ...] = ()
-    """Largest first. Empty unless asked for."""
+    """Largest first."""
 
 
 def held(workload_name: str, system_name: str, *, with_holes: bool = False) -> Held:
     """What a system holds after some steps, and its peak in them."""
     if with_holes:
-        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+        torch.cuda.memory._record_memory_history("all", context="all", stacks="python", max_entries=NUM_EVENTS)
     with warmed_up(workload_name, system_name) as take:
         torch.cuda.reset_peak_memory_stats()
         take(NUM_STEPS)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved() / 2**20
         segments = torch.cuda.memory_snapshot()
-        return Held(
-            peak_reserved_mib=peak, pools=tuple(pools_of(segments)), holes=tuple(holes_of(segments)) if with_holes else ()
-        )
+        pools = tuple(pools_of(segments))
+        if not with_holes:
+            return Held(peak_reserved_mib=peak, pools=pools)
+        events = torch.cuda.memory._snapshot()["device_traces"][0]
+        holders = holders_in([segment for segment in segments if lasts(segment)])
+        return Held(peak_reserved_mib=peak, pools=pools, holders=holders, holes=tuple(holes_of(segments, events)))
 
 
 def pools_of(segments: Sequence[dict[str, Any]]) -> list[Pool]:
@@ -92,7 +104,7 @@ def pools_of(segments: Sequence[dict[str, Any]]) -> list[Pool]:
         large = Counter(round(size) for size in sizes if size >= LARGE_MIB)
         found.append(
             Pool(
-                name="ordinary" if pool == (0, 0) else f"CUDA graphs {len(found)}",
+                name="ordinary" if pool == (0, 0) else f"private {len(found)}",
                 reserved_mib=sum(sizes),
                 allocated_mib=sum(part["allocated_size"] for part in parts) / 2**20,
                 large_mib=tuple(sorted(large.items(), reverse=True)),
@@ -101,25 +113,49 @@ def pools_of(segments: Sequence[dict[str, Any]]) -> list[Pool]:
     return found
 
 
-def holes_of(segments: Sequence[dict[str, Any]]) -> list[Hole]:
-    """Holes in the ordinary pool, largest first."""
+def holes_of(segments: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[Hole]:
+    """Holes, largest first. `events`: what the allocator did before, oldest first."""
     found: list[Hole] = []
     for segment in segments:
         empty = (segment["total_size"] - segment["allocated_size"]) / 2**20
-        if tuple(segment["segment_pool_id"]) != (0, 0) or empty < HOLE_MIB:
+        if not lasts(segment) or empty < HOLE_MIB:
             continue
-        holders: Counter[str] = Counter()
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated":
-                holders[made_by(block.get("frames", ()))] += block["size"]
         found.append(
             Hole(
                 segment_mib=segment["total_size"] / 2**20,
                 empty_mib=empty,
-                holders=tuple((code, size / 2**20) for code, size in holders.most_common()),
+                holders=holders_in([segment]),
+                last=last_in(segment, events),
             )
         )
     return sorted(found, key=lambda hole: -hole.empty_mib)
+
+
+def lasts(segment: dict[str, Any]) -> bool:
+    """Is it for tensors that live from step to step? What a CUDA graph has is in no tensor between two."""
+    return tuple(segment["segment_pool_id"]) == (0, 0) or segment["allocated_size"] > 0
+
+
+def holders_in(segments: Sequence[dict[str, Any]]) -> tuple[tuple[str, float], ...]:
+    """(code, MiB) of the tensors in some segments, most first."""
+    sizes: Counter[str] = Counter()
+    for block in itertools.chain.from_iterable(segment["blocks"] for segment in segments):
+        if block["state"] == "active_allocated":
+            sizes[made_by(block.get("frames", ()))] += block["size"]
+    return tuple((code, size / 2**20) for code, size in sizes.most_common())
+
+
+def last_in(segment: dict[str, Any], events: Sequence[dict[str, Any]]) -> str:
+    """The code that was the last to have had memory in a segment, and gave it back."""
+    start, end = segment["address"], segment["address"] + segment["total_size"]
+    freed = set[int]()
+    for event in reversed(events):
+        if start <= event["addr"] < end:
+            if event["action"] == "free_completed":
+                freed.add(event["addr"])
+            elif event["action"] == "alloc" and event["addr"] in freed:
+                return f"{event['size'] / 2**20:.0f} MiB, {made_by(event.get('frames', ()))}"
+    return "unknown"
 
 
 def made_by(frames: Sequence[dict[str, Any]]) -> str:
@@ -128,16 +164,26 @@ def made_by(frames: Sequence[dict[str, Any]]) -> str:
     return " < ".join(names) or "unknown"
 
 
-def table_of_holes(found: dict[str, Held]) -> Table:
-    """One row a holder."""
-    out = Table(title="MiB of the ordinary pool that are in no tensor, and what keeps them")
-    for name in ("system", "segment", "empty", "of which", "made by"):
-        out.add_column(name, justify="left" if name in ("system", "made by") else "right", overflow="fold")
+def table_of_holders(found: dict[str, Held]) -> Table:
+    """One row for code that made tensors which live on."""
+    out = Table(title="MiB in tensors between two steps", show_lines=True)
+    for name in ("system", "MiB", "made by"):
+        out.add_column(name, justify="right" if name == "MiB" else "left", overflow="fold")
     for system, memory in found.items():
-        for hole in memory.holes:
-            head = (system, f"{hole.segment_mib:.0f}", f"{hole.empty_mib:.0f}")
-            for i, (code, mib) in enumerate(hole.holders or (("nothing", 0.0),)):
-                out.add_row(*(head if i == 0 else ("", "", "")), f"{mib:.2f}", code)
+        for code, mib in memory.holders[:NUM_HOLDERS]:
+            out.add_row(system, f"{mib:.1f}", code)
+    return out
+
+
+def table_of_holes(found: dict[str, Held]) -> Table:
+    """One row for segments that are alike."""
+    out = Table(title="MiB reserved and in no tensor, and what keeps them", show_lines=True)
+    for name in ("system", "segments", "empty", "tensors beside", "last of what was there"):
+        out.add_column(name, justify="right" if name in ("segments", "empty") else "left", overflow="fold")
+    for system, memory in found.items():
+        for hole, count in Counter(memory.holes).items():
+            beside = "\n".join(f"{mib:.2f} {code}" for code, mib in hole.holders) or "nothing"
+            out.add_row(system, f"{count} x {hole.segment_mib:.0f}", f"{count} x {hole.empty_mib:.0f}", beside, hole.last)
     return out
 
 
@@ -160,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
     parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
-    parser.add_argument("--holes", action="store_true", help="list what is reserved and in no tensor, and what keeps it")
+    parser.add_argument("--holes", action="store_true", help="list who made what lives on, and what is reserved and in no tensor")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("it needs a GPU")
@@ -170,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found[system] = process.apply(held, (given.workload, system), {"with_holes": given.holes})
     Console(width=200).print(table(found))
     if given.holes:
+        Console(width=200).print(table_of_holders(found))
         Console(width=200).print(table_of_holes(found))
 
 

@@ -20,9 +20,6 @@ CAPTURABLE: Final = (
 FUSED: Final = (optim.SGD, optim.Adam, optim.AdamW)
 """Those of torch that do with fused=True, and read the learning rate there."""
 
-_WITH_MOMENTS: Final = (optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta)
-"""Two numbers for each of a parameter, like it."""
-
 CHANGES: Final = frozenset({"params", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"})
 """Keys of a group that no recording holds fast: parameters are looked at by themselves, the learning rate is a tensor, and
 the others belong to schedules."""
@@ -82,17 +79,6 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
     return value if isinstance(value, (bool, int, float, str, type(None), torch.dtype)) else id(value)
-
-
-def like_state_of(optimizer: Optimizer) -> list[Tensor]:
-    """As much memory as the state will take that an optimizer has not made yet; none for those of which it is not known."""
-    made = list[Tensor]()
-    for group in optimizer.param_groups:
-        is_momentum = isinstance(optimizer, optim.SGD) and bool(group["momentum"])
-        num_of_each = 2 if isinstance(optimizer, _WITH_MOMENTS) else int(is_momentum)
-        trained = [p for p in group["params"] if p.requires_grad]
-        made += [torch.empty_like(p, requires_grad=False) for p in trained for _ in range(num_of_each)]
-    return made
 
 
 def state_of(optimizer: Optimizer) -> dict[Any, frozenset[Any]]:

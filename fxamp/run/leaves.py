@@ -9,6 +9,7 @@ the weights; it then asks, before each replay, whether anybody else has written 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from fxamp import errors
 from fxamp.run import skipping, stepping, writes
+from fxamp.run.own_memory import OwnMemory
 
 Compiled = Callable[..., Any]
 
@@ -114,7 +116,8 @@ class Leaf:
 class LowLeaves:
     """The copies that belong to one train step."""
 
-    def __init__(self, weights: Iterable[Tensor]) -> None:
+    def __init__(self, weights: Iterable[Tensor], own_memory: OwnMemory) -> None:
+        self._own_memory = own_memory
         self._eligible = {id(w): w for w in weights if _is_plain(w)}
         self._leaves: dict[tuple[int, torch.dtype], Leaf] = {}
         self._ever: weakref.WeakSet[Leaf] = weakref.WeakSet()
@@ -141,10 +144,9 @@ class LowLeaves:
             assert leaves is not None
             given = list(args)
             is_new = any((id(args[i]), dtype) not in leaves._leaves for i, dtype in wanted)
-            if is_new and args[wanted[0][0]].is_cuda:
-                torch.cuda.empty_cache()  # copies stay, and are not to lie in large blocks that compilation has left
-            for i, dtype in wanted:
-                given[i] = leaves._read(args[i], dtype)
+            with leaves._own_memory.used() if is_new else contextlib.nullcontext():
+                for i, dtype in wanted:
+                    given[i] = leaves._read(args[i], dtype)
             return program(*given)
 
         return call

@@ -40,6 +40,7 @@ from fxamp.run.branches import Branches
 from fxamp.run.learning_rates import LearningRates
 from fxamp.run.leaves import Leaf, LowLeaves
 from fxamp.run.listener import Listener, memory_of
+from fxamp.run.own_memory import OwnMemory
 from fxamp.run.programs import Running, guard_of, num_programs
 from fxamp.run.recorder import Graph, Recorder
 from fxamp.run.surroundings import Glance, Surroundings, World
@@ -206,8 +207,9 @@ class TrainStep:
         self._retries, self._note, self._must_record = retries, note, wish == "require"
         self._refuse_frozen = refuse_frozen
         self._device = self._parameters[0].device
+        self._own_memory = OwnMemory(self._device)
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
-        self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else ())
+        self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else (), self._own_memory)
         self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
         self._objective, self._listener = task.objective(), Listener(backend, self._leaves)
         self._loss = torch.compile(self._objective, backend=self._listener.backend())
@@ -250,7 +252,7 @@ class TrainStep:
         self._num_recordings = self._num_replayed = self._num_beside = 0
         self._num_plain: Counter[str] = Counter()
         self._looks_outside = is_lowered  # else autograd sees single operations
-        self._has_told_of_breaks = self._has_looked_for_gradients = False
+        self._has_told_of_breaks = self._has_looked_for_gradients = self._has_taken = False
         self._is_closed = False
         self._forms: set[tuple[int | str, ...]] = set()
         """Numbers of arguments, and their names, that the step was called with."""
@@ -413,9 +415,6 @@ class TrainStep:
     def _compute(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool) -> Tensor:
         task, total = self._task, None
         self._drop_gradients()
-        # The state that the optimizer makes in its first step stays. It is to lie in memory of its own, not in what is left of
-        # the blocks of activations, which could not be given back then.
-        room = [] if task.optimizer.state or not self._on_cuda else capturable.like_state_of(task.optimizer)
         self._leaves.begin(copies=not follows)
         # The scale that gradients are computed with: the update moves it.
         inverse = None if self._scaler is None else self._scaler.scale_on(self._device).reciprocal()
@@ -436,7 +435,8 @@ class TrainStep:
         if not self._has_looked_for_gradients:
             self._look_for_gradients()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
-            self._take(inverse, room, follows=follows)
+            self._take(inverse, follows=follows)
+        self._own_memory.close()
         if self._scaler is not None:
             self._scaler.end_round(self._task.optimizer)
         self._leaves.forget()
@@ -444,8 +444,8 @@ class TrainStep:
         return total
 
     @torch.no_grad()
-    def _take(self, inverse: Tensor | None, room: list[Tensor], *, follows: bool) -> None:
-        """The update, with the gradients that have arrived. `room` is for the state of the optimizer."""
+    def _take(self, inverse: Tensor | None, *, follows: bool) -> None:
+        """The update, with the gradients that have arrived."""
         takes_all = self._update is not None and self._has_state() and not update.why_not(self._task.optimizer)
         gradients = self._gradients(follows=follows) if takes_all else []
         if self._update is None or not gradients or not self._update.takes(gradients):
@@ -454,8 +454,10 @@ class TrainStep:
             self._leaves.widen_gradients(inverse)
             if self._task.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._task.clip_grad_norm)
-            room.clear()  # not before gradients in fp32, as large, are there: they would take it
-            self._task.optimizer.step()
+            makes_state = not self._has_taken and not self._task.optimizer.state
+            with self._own_memory.used() if makes_state else contextlib.nullcontext():
+                self._task.optimizer.step()
+            self._has_taken = True
             return
         optimizer = self._task.optimizer
         bad = None if self._scaler is None else self._scaler.judge(optimizer)

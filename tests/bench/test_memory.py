@@ -21,7 +21,7 @@ def test_segments_are_told_apart_by_pool():
     segments = [segment((0, 3), 1600, 0), segment((0, 0), 20, 5), segment((0, 3), 1600, 800), segment((0, 0), 64, 64)]
     ordinary, graphs = memory.pools_of(segments)
     assert ordinary == Pool(name="ordinary", reserved_mib=84, allocated_mib=69, large_mib=((64, 1),))
-    assert graphs == Pool(name="CUDA graphs 1", reserved_mib=3200, allocated_mib=800, large_mib=((1600, 2),))
+    assert graphs == Pool(name="private 1", reserved_mib=3200, allocated_mib=800, large_mib=((1600, 2),))
     shown = memory.table({"fxamp-bf16": Held(peak_reserved_mib=3284, pools=(ordinary, graphs))})
     assert shown.row_count == 2
     assert list(shown.columns[-1].cells) == ["64", "2 x 1600"]
@@ -37,38 +37,58 @@ def test_what_the_allocator_reserves_is_in_some_pool():
 
 
 def test_holes_name_what_keeps_them():
-    def block(size: int, state: str, *frames: tuple[str, int, str]) -> dict[str, Any]:
-        made = [{"filename": f"/here/{file}", "line": line, "name": name} for file, line, name in frames]
-        return {"size": size * MIB, "state": state, "frames": made}
+    def frames(*made: tuple[str, int, str]) -> list[dict[str, Any]]:
+        return [{"filename": f"/here/{file}", "line": line, "name": name} for file, line, name in made]
+
+    def block(size: int, state: str, *made: tuple[str, int, str]) -> dict[str, Any]:
+        return {"size": size * MIB, "state": state, "frames": frames(*made)}
+
+    def event(action: str, address: int, *made: tuple[str, int, str]) -> dict[str, Any]:
+        return {"action": action, "addr": address * MIB, "size": 40 * MIB, "frames": frames(*made)}
 
     kept = {
         **segment((0, 0), 148, 3),
+        "address": 1000 * MIB,
         "blocks": [
             block(1, "active_allocated", ("adamw.py", 7, "init"), ("train.py", 9, "step")),
             block(145, "inactive"),
             block(2, "active_allocated", ("leaves.py", 5, "of")),
         ],
     }
-    free = {**segment((0, 0), 40, 0), "blocks": [block(40, "inactive")]}
-    full = {**segment((0, 0), 40, 38), "blocks": []}
-    graphs = {**segment((0, 1), 90, 0), "blocks": []}
-    found = memory.holes_of([free, graphs, full, kept])
-    assert [(hole.segment_mib, hole.empty_mib) for hole in found] == [(148, 145), (40, 40)]
+    free = {**segment((0, 0), 40, 0), "address": 2000 * MIB, "blocks": [block(40, "inactive")]}
+    full = {**segment((0, 0), 40, 38), "address": 3000 * MIB, "blocks": []}
+    graphs = {**segment((0, 1), 90, 0), "address": 4000 * MIB, "blocks": []}
+    events = [
+        event("alloc", 2000, ("early.py", 1, "f")),
+        event("free_completed", 2000),
+        event("alloc", 2000, ("late.py", 2, "g")),
+        event("free_completed", 2000),
+        event("alloc", 3000, ("other.py", 3, "h")),
+    ]
+    found = memory.holes_of([free, graphs, full, kept, free], events)
+    assert [(hole.segment_mib, hole.empty_mib) for hole in found] == [(148, 145), (40, 40), (40, 40)]
     assert found[0].holders == (("leaves.py:5 of", 2), ("adamw.py:7 init < train.py:9 step", 1))
-    shown = memory.table_of_holes({"fxamp-bf16": Held(peak_reserved_mib=188, pools=(), holes=tuple(found))})
-    assert list(shown.columns[-1].cells) == ["leaves.py:5 of", "adamw.py:7 init < train.py:9 step", "nothing"]
+    assert [hole.last for hole in found] == ["unknown", "40 MiB, late.py:2 g", "40 MiB, late.py:2 g"]
+    held = Held(peak_reserved_mib=188, pools=(), holders=memory.holders_in([kept, free]), holes=tuple(found))
+    assert list(memory.table_of_holders({"fxamp-bf16": held}).columns[1].cells) == ["2.0", "1.0"]
+    shown = memory.table_of_holes({"fxamp-bf16": held})
+    assert list(shown.columns[1].cells) == ["1 x 148", "2 x 40"]
+    assert list(shown.columns[3].cells) == ["2.00 leaves.py:5 of\n1.00 adamw.py:7 init < train.py:9 step", "nothing"]
 
 
 @pytest.mark.gpu
 def test_a_tensor_in_a_large_segment_is_named():
     torch.cuda.empty_cache()
-    torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
     try:
         large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         del large  # cached: the next one lies in it
         kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
-        holders = [code for hole in memory.holes_of(torch.cuda.memory_snapshot()) for code, _ in hole.holders]
-        assert any("test_a_tensor_in_a_large_segment_is_named" in code for code in holders)
+        holes = memory.holes_of(torch.cuda.memory_snapshot(), torch.cuda.memory._snapshot()["device_traces"][0])
+        holders = {code: hole for hole in holes for code, _ in hole.holders}
+        (hole,) = (hole for code, hole in holders.items() if "test_a_tensor_in_a_large_segment_is_named" in code)
+        assert hole.last.startswith("64 MiB, ")
+        assert "test_a_tensor_in_a_large_segment_is_named" in hole.last
         del kept
     finally:
         torch.cuda.memory._record_memory_history(None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 from fxamp.run import stepping, writes
 from fxamp.run.leaves import Leaf, LowLeaves
+from fxamp.run.own_memory import OwnMemory
 from tests.run.test_frozen import DURING, HELD, layers, weight
 
 BF16 = torch.bfloat16
@@ -36,7 +37,7 @@ class Recorded:
         self.model, self.follows = model, follows
         self.parameters = list(model.parameters())
         self.optimizer = optim.SGD(self.parameters, lr=0.1)
-        self.leaves = LowLeaves(self.parameters)
+        self.leaves = LowLeaves(self.parameters, OwnMemory(torch.device("cpu")))
         self._program = self.leaves.around(lambda *lows: list(lows), dict.fromkeys(range(len(self.parameters)), BF16))
         self.leaves.begin()
         self._program(*self.parameters)
@@ -143,7 +144,7 @@ def test_a_copy_that_only_a_recording_reads_hears_of_steps_too():
 
 def test_a_weight_that_the_model_writes_between_two_reads_cannot_be_followed():
     model = layers()
-    leaves = LowLeaves(model.parameters())
+    leaves = LowLeaves(model.parameters(), OwnMemory(torch.device("cpu")))
     program = leaves.around(lambda low: low, {0: BF16})
     leaves.begin()
     program(weight(model))
@@ -166,7 +167,7 @@ def test_a_weight_that_the_model_writes_between_two_reads_cannot_be_followed():
 )
 def test_a_write_within_a_step_that_leaves_no_version_is_seen(write: Callable[[Tensor], Any], is_read: bool):
     model = layers()
-    leaves = LowLeaves(model.parameters())
+    leaves = LowLeaves(model.parameters(), OwnMemory(torch.device("cpu")))
     program = leaves.around(lambda low: low, {0: BF16})
     program(weight(model))
     leaves.begin()

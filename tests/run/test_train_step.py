@@ -6,8 +6,6 @@ import functools
 import gc
 import math
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -703,52 +701,3 @@ def test_memory_comes_back():
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_reserved())
     assert held[2] <= held[0]
-
-
-KEEPS = """
-import torch
-from torch import nn
-import fxamp
-
-model = nn.Sequential(nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 4096)).cuda()
-step = fxamp.Amp(precision="bf16").train_step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), fused=True))
-x = torch.randn(2**15, 4096, device="cuda")  # an activation has 256 MiB in bf16, a moment of a weight 64
-for _ in range(4):
-    step(x, x)
-assert step.summary().num_replayed == 2
-torch.cuda.synchronize()
-torch.cuda.empty_cache()  # what is left holds something
-ordinary = [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == (0, 0)]
-print(sum(part["total_size"] - part["allocated_size"] for part in ordinary) >> 20)
-"""
-
-
-@pytest.mark.gpu
-def test_what_an_optimizer_keeps_holds_no_block_of_activations():
-    """In a process of its own: blocks that the first step has used are given back before the recording, which needs others."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", KEEPS], capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr
-    assert int(found.stdout.split()[-1]) < 150
-
-
-@pytest.mark.parametrize(
-    ("made", "num"),
-    [
-        (lambda ps: optim.AdamW(ps, fused=True), 2),
-        (lambda ps: optim.NAdam(ps, capturable=True), 2),
-        (lambda ps: optim.SGD(ps, momentum=0.9, fused=True), 1),
-        (lambda ps: optim.SGD(ps, fused=True), 0),
-        (lambda ps: optim.Rprop(ps, capturable=True), 0),  # not known: none is made room for
-    ],
-    ids=["AdamW", "NAdam", "SGD with momentum", "SGD", "Rprop"],
-)
-def test_room_is_made_for_what_an_optimizer_will_keep(made: Callable[[list[Tensor]], optim.Optimizer], num: int):
-    weights = [torch.zeros(3, 4, requires_grad=True), torch.zeros(5, requires_grad=True)]
-    optimizer = made([*weights, torch.zeros(7)])
-    room = capturable.like_state_of(optimizer)
-    assert [x.shape for x in room] == [w.shape for w in weights for _ in range(num)]
-    if optimizer.defaults.get("fused"):  # capturable ones step on a GPU only
-        torch.stack([w.sum() for w in weights]).sum().backward()
-        optimizer.step()
-        kept = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor) and x.dim()]
-        assert sorted(x.shape for x in kept) == sorted(x.shape for x in room)
