@@ -1,8 +1,8 @@
 """python -m bench.memory: what a workload reserves of a GPU's memory on each of some systems, and in which pieces.
 
 What to look at when a row of the results holds more memory than its peer. PyTorch's allocator takes memory from the driver in
-segments, and keeps them; each belongs to a pool: the ordinary one, or a private one, as CUDA graphs have, which make what is in
-theirs anew, and train steps of fxamp for what they keep. What a step needs at its peak is what its pools reserve. Systems are
+segments, and keeps them; each belongs to a pool: the ordinary one, or a private one, as CUDA graphs have, which make anew what
+is in theirs, and train steps of fxamp for what they keep. What a step needs at its peak is what its pools reserve. Systems are
 measured one after another, each in a process of its own. With --holes, who made what lives on is listed, and what is reserved
 and in no tensor: segments that are partly empty between two steps, and what keeps the allocator from giving them back.
 """
@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
     parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
-    parser.add_argument("--holes", action="store_true", help="list who made what lives on, and what is reserved and in no tensor")
+    parser.add_argument("--holes", action="store_true", help="list what lives on, and what is empty")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("it needs a GPU")

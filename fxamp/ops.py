@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @torch.library.custom_op("fxamp::round_to", mutates_args=())
@@ -299,6 +301,8 @@ def _batched(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) 
 
 
 _CHOICE: Final = torch.ops.aten._fused_sdp_choice.default
+_ORDER_UNTIL_THEN: Final = [1, 2, 0, 3, 4]
+"""PyTorch's order of the kernels of attention, as values of `SDPBackend`, until its first choice."""
 
 
 def _takes_math(query: Tensor, *arguments: Any, **options: Any) -> bool:
@@ -313,7 +317,21 @@ def _takes_math(query: Tensor, *arguments: Any, **options: Any) -> bool:
 
 def allowed_kernels() -> list[SDPBackend]:
     """The kernels of attention that are switched on, the preferred first: what is traced depends on them."""
+    if torch.cuda.is_initialized():
+        _settle_order()
     return _cur_sdpa_kernel_backends(with_priority=True)
+
+
+@functools.cache
+def _settle_order() -> None:
+    """Lets PyTorch write its own order of kernels, which it does at its first choice on CUDA in a process, whatever order has
+    been asked for by then: what is asked for afterwards holds."""
+    asked = torch._C._get_sdp_priority_order()
+    with _disable_current_modes():
+        tiny = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        _CHOICE(tiny, tiny, tiny)
+    if asked != _ORDER_UNTIL_THEN:
+        torch._C._set_sdp_priority_order(asked)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

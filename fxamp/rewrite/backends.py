@@ -38,7 +38,7 @@ while it waits twice for 5 microseconds: flash has the slower products."""
 
 _OFFERED: Final = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 _PREFERS_CUDNN: Final = [*_OFFERED, SDPBackend.MATH]
-"""PyTorch's list of kernels, the preferred first, once a device has run attention that it prefers cuDNN on."""
+"""PyTorch's own list of kernels, the preferred first, where it prefers cuDNN."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,97 @@ def _operands(node: fx.Node) -> Operands | str:
 @dataclass(frozen=True)
 class FlashForSmall:
     """Lets small low attention that a CUDA graph replays be traced with flash before cuDNN, whose kernels begin with a memset:
-    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. PyTorch's own
-    list has flash first until the first attention on a device where it prefers cuDNN; that call writes another list, of which
-    nobody can tell whether the caller asked for it.
+    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. On some devices
+    PyTorch prefers cuDNN; where its list is what it writes there by itself, nobody can tell whether somebody asked for it.
+
+    requires: rewritten Dynamo graph, behind LowAttention.  changes: the argument `kernels` of attention.  keeps: all else; two
+    kernels differ in how they round inside, as those do among which Inductor chooses in this mode.
+
+        y = fxamp.attention(q, k, v)     ->     y = fxamp.attention(q, k, v, kernels=[cuDNN, Flash, efficient, math])
+    kept: on other devices than CUDA; symbolic sizes; where one kernel alone takes the operands, or deterministic ones are
+    asked for.
+    """
+
+    measure: Measure | None = None
+    """None: on the device itself."""
+
+    def __call__(self, gm: fx.GraphModule) -> Change:
+        num_marked, kept, known = 0, list[Kept](), dict[Operands, Measured | str]()
+        for part in graph.all_of(gm):
+            for node in [x for x in part.graph.nodes if x.target is ops.ATTENTION]:
+                operands = _operands(node)
+                if isinstance(operands, Operands) and operands not in known:
+                    known[operands] = self._choose(operands)
+                verdict = known[operands] if isinstance(operands, Operands) else operands
+                if isinstance(verdict, str):
+                    kept.append(Kept(node=node.name, reason=verdict, where=capture.source_line(node)[0]))
+                    continue
+                change_arguments(node, kernels=list(verdict.order))
+                graph.set_meta(node, {graph.MEASURED: str(verdict)})
+                num_marked += 1
+            part.recompile()
+        return Change(pass_name=type(self).__name__, num_marked=num_marked, kept=tuple(kept))
+
+    def _choose(self, operands: Operands) -> Measured | str:
+        allowed = [kernel for kernel in ops.allowed_kernels() if kernel in _OFFERED]
+        if self.measure is None and operands.device.type != "cuda":
+            return f"kernels of attention are measured on CUDA, and this is on {operands.device.type}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "deterministic algorithms are asked for"
+        found = (self.measure or measured_on_device)(operands)
+        times = {kernel: found[kernel] for kernel in allowed if kernel in found}
+        if len(times) < 2:
+            return f"{', '.join(map(_name, times)) or 'no fused kernel'} alone takes these operands"
+        stock, fastest = next(iter(times)), min(times, key=lambda kernel: times[kernel])
+        first = fastest if times[fastest] < WORTH * times[stock] else stock
+        rest = [kernel for kernel in ops.allowed_kernels() if kernel is not first]
+        return Measured(order=tuple(int(kernel.value) for kernel in (first, *rest)), times=tuple(times.items()))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A choice, and what it rests on."""
+
+    order: tuple[int, ...]
+    """Values of SDPBackend, the chosen one first."""
+    times: tuple[tuple[SDPBackend, float], ...]
+    """Milliseconds, in PyTorch's own order."""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{_name(kernel)} {ms:.3f} ms" for kernel, ms in self.times)
+        return f"{_name(SDPBackend(self.order[0]))} chosen by measurement: {times}"
+
+
+def _name(kernel: SDPBackend) -> str:
+    names = {"CUDNN_ATTENTION": "cuDNN", "FLASH_ATTENTION": "flash", "EFFICIENT_ATTENTION": "memory-efficient"}
+    return names.get(kernel.name, kernel.name.lower())
+
+
+def _operands(node: fx.Node) -> Operands | str:
+    """What is measured for a node, or why nothing is."""
+    given = arguments(node)
+    tensors: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool] | None] = []
+    for name in ("query", "key", "value", "attn_mask"):
+        operand = given.pop(name, None)
+        value = graph.value_of(operand) if isinstance(operand, fx.Node) else None
+        if operand is None:
+            tensors.append(None)
+            continue
+        if not isinstance(value, FakeTensor) or not all(type(x) is int for x in (*value.shape, *value.stride())):
+            return "its sizes are symbolic"
+        requires_grad = value.requires_grad and name != "attn_mask"
+        tensors.append((tuple(value.shape), tuple(value.stride()), value.dtype, requires_grad))
+    if any(isinstance(x, fx.Node) for x in given.values()):
+        return "an option is computed in the graph"
+    options = tuple(sorted((name, value) for name, value in given.items() if name != "kernels"))
+    return Operands(tuple(tensors), graph.value_of(node).device, options)
+
+
+@dataclass(frozen=True)
+class FlashForSmall:
+    """Lets small low attention that a CUDA graph replays be traced with flash before cuDNN, whose kernels begin with a memset:
+    behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. PyTorch prefers
+    cuDNN on some devices; where its list is what PyTorch writes there by itself, nobody can tell whether somebody asked for it.
 
     requires: rewritten Dynamo graph, behind LowAttention.  changes: the argument `kernels` of attention.  keeps: all else; two
     kernels differ in how they round inside.

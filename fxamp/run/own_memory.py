@@ -18,8 +18,11 @@ class OwnMemory:
     """What is made inside `used` lies with what is made there, and with nothing else."""
 
     def __init__(self, device: torch.device) -> None:
+        """Args: device: where tensors are; with its index."""
         self._device = device
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool: tuple[int, int] | None = None
+        self._uses = list[tuple[int, int]]()
+        """The pool, once for each use: PyTorch counts them."""
 
     @contextlib.contextmanager
     def used(self) -> Generator[None]:
@@ -28,10 +31,18 @@ class OwnMemory:
         if not is_cached or recorder.is_recording():
             yield
             return
-        self._pool = self._pool or torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool, self._device):
+        torch.cuda.empty_cache()  # an allocation for a pool that finds no memory does not look for cached one elsewhere
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # A `torch.cuda.MemPool` aborts the process where it is dropped while anybody records, or has failed to.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device.index, self._pool)
+        self._uses.append(self._pool)
+        try:
             yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
 
     def close(self) -> None:
-        """Gives back what is free of it. Tensors stay where they are, as long as they live."""
+        """Lets the next `torch.cuda.empty_cache()` give back what is free of it, now or later. Tensors stay where they are."""
+        while self._uses:
+            torch._C._cuda_releasePool(self._device.index, self._uses.pop())
         self._pool = None

@@ -407,9 +407,8 @@ class TrainStep:
 
         With `follows`, low copies of weights are current when it begins, and the update writes them too.
         """
-        if self._agreement is None:
-            return self._compute(batch, tensors, follows=follows)
-        with self._agreement.travelling():
+        travelling = contextlib.nullcontext() if self._agreement is None else self._agreement.travelling()
+        with travelling, contextlib.closing(self._own_memory):
             return self._compute(batch, tensors, follows=follows)
 
     def _compute(self, batch: Batch, tensors: Sequence[Tensor], *, follows: bool) -> Tensor:
@@ -436,7 +435,6 @@ class TrainStep:
             self._look_for_gradients()
         with self._rates.on_device() if self._on_cuda else contextlib.nullcontext():
             self._take(inverse, follows=follows)
-        self._own_memory.close()
         if self._scaler is not None:
             self._scaler.end_round(self._task.optimizer)
         self._leaves.forget()
@@ -606,6 +604,8 @@ class TrainStep:
                 if recording is None:
                     return
                 shape.recordings[self._place()] = recording
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # guards are asked with tensors as large as the batch
 
     def _prepare(self, agreement: Agreement, batch: Batch, key: Hashable, shape: _Shape) -> Tensor:
         """The step as it is, in the precision that it has; when that has run often enough, it may be recorded.

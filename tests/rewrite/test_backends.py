@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, Final
 
 import pytest
@@ -136,14 +138,14 @@ def test_kernels_are_measured_on_a_gpu():
 
 # ---- small ones that are recorded -----------------------------------------------------------------------------------------
 ALL: Final = [FLASH, EFFICIENT, MATH, CUDNN]
-"""PyTorch's own order, until the first attention on a device where it prefers cuDNN."""
+"""PyTorch's own order, except on CUDA devices where it prefers cuDNN."""
 
 
 @pytest.mark.parametrize(
     ("shape", "switched_on", "is_chosen"),
     [
         ((8, 4, 64, 32), ALL, True),
-        ((8, 4, 64, 32), [CUDNN, FLASH, EFFICIENT, MATH], True),  # PyTorch's own, once attention has run on some devices
+        ((8, 4, 64, 32), [CUDNN, FLASH, EFFICIENT, MATH], True),  # PyTorch's own there
         ((8, 4, 64, 32), [CUDNN, EFFICIENT, FLASH, MATH], False),
         ((2, 8, 1024, 64), ALL, False),  # 2 GFLOP
         ((8, 4, 64, 32), [FLASH, EFFICIENT, MATH], False),
@@ -164,6 +166,29 @@ def test_small_attention_has_no_memset(shape: tuple[int, int, int, int], switche
         assert [SDPBackend(k) for k in found] == order  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
     else:
         assert found is None
+
+
+SETTLES = """
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from fxamp import ops
+
+torch.zeros(1, device="cuda")
+wanted = [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+with sdpa_kernel(wanted, set_priority=True):
+    assert ops.allowed_kernels() == wanted
+before = ops.allowed_kernels()
+x = torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+torch.nn.functional.scaled_dot_product_attention(x, x, x)
+assert ops.allowed_kernels() == before, (before, ops.allowed_kernels())
+"""
+
+
+@pytest.mark.gpu
+def test_the_order_of_kernels_is_what_was_asked_for_from_the_first_attention_on():
+    """In a process of its own: PyTorch writes its order at the first choice that it makes in one."""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", SETTLES], capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.gpu

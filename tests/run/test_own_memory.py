@@ -53,15 +53,17 @@ def test_on_a_cpu_it_is_nothing():
 
 @pytest.mark.gpu
 def test_what_lies_there_outlives_it():
-    own_memory = OwnMemory(torch.device("cuda"))
-    with own_memory.used():
-        kept, dropped = torch.ones(2**22, device="cuda"), torch.ones(2**24, device="cuda")
     ordinary = torch.zeros(2**22, device="cuda")
+    own_memory = OwnMemory(ordinary.device)
+    with own_memory.used():
+        kept = torch.ones(2**22, device="cuda")
+    with own_memory.used():
+        dropped = torch.ones(2**24, device="cuda")
     del dropped
     reserved = torch.cuda.memory_reserved()
     own_memory.close()
-    assert torch.cuda.memory_reserved() <= reserved - 4 * 2**24
     torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - 4 * 2**24
     others = [torch.full((2**22,), 7.0, device="cuda") for _ in range(8)]
     assert bool((kept == 1).all())
     assert bool((ordinary == 0).all())
@@ -75,13 +77,47 @@ def test_what_lies_there_outlives_it():
 
 @pytest.mark.gpu
 def test_a_recording_has_memory_of_its_own():
-    own_memory, x = OwnMemory(torch.device("cuda")), torch.ones(8, device="cuda")
+    x = torch.ones(8, device="cuda")
+    own_memory = OwnMemory(x.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), own_memory.used():
         y = x + 1
     x.fill_(4)
     graph.replay()
     assert y.tolist() == [5.0] * 8
+
+
+@pytest.mark.gpu
+def test_a_recording_that_failed_does_not_matter():
+    """PyTorch counts it as under way for good."""
+    x = torch.ones(8, device="cuda")
+    own_memory = OwnMemory(x.device)
+    with own_memory.used():
+        x = x.clone()
+    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        float(x.sum())
+    own_memory.close()
+    with own_memory.used():
+        y = torch.ones(8, device="cuda")
+    own_memory.close()
+    assert (x + y).tolist() == [2.0] * 8
+
+
+@pytest.mark.gpu
+def test_memory_that_others_have_cached_is_there_for_it():
+    own_memory, size = OwnMemory(torch.zeros((), device="cuda").device), 2**28
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5 * size) / total)
+    try:
+        activations = torch.empty(size, dtype=torch.uint8, device="cuda")
+        del activations
+        with own_memory.used():
+            assert torch.empty(size, dtype=torch.uint8, device="cuda").numel() == size
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        own_memory.close()
+        torch.cuda.empty_cache()
 
 
 KEEPS = """
