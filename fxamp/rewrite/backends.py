@@ -159,7 +159,7 @@ class FlashForSmall:
 
     def __call__(self, gm: fx.GraphModule) -> Change:
         allowed, num_marked = ops.allowed_kernels(), 0
-        is_free = allowed[:1] == [SDPBackend.FLASH_ATTENTION] or allowed == _PREFERS_CUDNN
+        is_free = allowed[:1] == [SDPBackend.FLASH_ATTENTION] or allowed[: len(_PREFERS_CUDNN)] == _PREFERS_CUDNN
         if not is_free or SDPBackend.CUDNN_ATTENTION not in allowed:
             return Change(pass_name=type(self).__name__)  # somebody wants another order, or there is nothing to choose
         order = [SDPBackend.FLASH_ATTENTION, *(x for x in allowed if x is not SDPBackend.FLASH_ATTENTION)]

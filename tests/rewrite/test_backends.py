@@ -145,7 +145,8 @@ ALL: Final = [FLASH, EFFICIENT, MATH, CUDNN]
     ("shape", "switched_on", "is_chosen"),
     [
         ((8, 4, 64, 32), ALL, True),
-        ((8, 4, 64, 32), [CUDNN, FLASH, EFFICIENT, MATH], True),  # PyTorch's own there
+        ((8, 4, 64, 32), [CUDNN, FLASH, EFFICIENT, MATH, SDPBackend.OVERRIDEABLE], True),  # PyTorch's own there
+        ((8, 4, 64, 32), [CUDNN, FLASH, EFFICIENT, MATH], True),
         ((8, 4, 64, 32), [CUDNN, EFFICIENT, FLASH, MATH], False),
         ((2, 8, 1024, 64), ALL, False),  # 2 GFLOP
         ((8, 4, 64, 32), [FLASH, EFFICIENT, MATH], False),
