@@ -26,7 +26,8 @@ from fxamp.run.own_memory import OwnMemory
 
 Compiled = Callable[..., Any]
 
-HOOKS_OF_WEIGHTS: Final = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+NAMES_OF_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_WEIGHTS: Final = operator.attrgetter(*NAMES_OF_HOOKS)
 """Those that run when its gradient arrives; None, or an empty dict, where there are none."""
 
 
@@ -186,9 +187,10 @@ class LowLeaves:
         """Can the update write the copies, for the next step?"""
         return not any(leaf.is_restless for leaf in self)
 
-    def bring_up_to_date(self, leaves: Collection[Leaf]) -> None:
-        """Before a step that does not write these copies itself: copies what may have been written since. Reads no memory."""
-        if _are_current(leaves):
+    def bring_up_to_date(self, leaves: Collection[Leaf], layouts: Mapping[int, writes.Layout] | None = None) -> None:
+        """Before a step that does not write these copies itself: copies what may have been written since. Reads no memory.
+        `layouts`: of now, of the weights, by id, where somebody knows them."""
+        if _are_current(leaves, layouts):
             return
         stale = [leaf for leaf in leaves if not leaf.is_current()]
         for leaf in stale:
@@ -254,14 +256,15 @@ def _copy(leaves: Sequence[Leaf]) -> None:
         leaf.note_copied()
 
 
-def _are_current(leaves: Collection[Leaf]) -> bool:
+def _are_current(leaves: Collection[Leaf], layouts: Mapping[int, writes.Layout] | None) -> bool:
     """Is every one of them? As `Leaf.is_current`, in loops that run in C: each replay asks it of all."""
     weights = list(map(operator.attrgetter("weight"), leaves))
+    now = zip(*writes.layouts(weights), strict=True) if layouts is None else map(layouts.get, map(id, weights))
     told = map(operator.attrgetter("is_known", "version"), leaves)
     return (
         list(told) == [(True, weight._version) for weight in weights]
         and all(map(operator.attrgetter("requires_grad"), weights))
-        and list(map(operator.attrgetter("layout"), leaves)) == list(zip(*writes.layouts(weights), strict=True))
+        and list(map(operator.attrgetter("layout"), leaves)) == list(now)
         and writes.are_marked_and_alone(weights)
     )
 

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxamp.run import capturable, skipping, writes
-from fxamp.run.leaves import HOOKS_OF_WEIGHTS
+from fxamp.run.leaves import HOOKS_OF_WEIGHTS, NAMES_OF_HOOKS
+from fxamp.run.unchanged import Unchanged
 
 _SIMPLE: Final = frozenset({bool, int, float, complex, str, type(None), torch.dtype, torch.device})
 _Space = dict[str, Any]
 _Place = tuple[_Space, str]
 MAX_LENGTH: Final = 64
 """Of sequences that are looked at number by number."""
+NUM_RIGHT: Final = 4
+"""So often a glance is right before it is worth milliseconds to have it compared in C++."""
 
 
 class World(NamedTuple):
@@ -114,12 +117,17 @@ class Surroundings:
         return _values(self.optimizer.state.values())
 
     def hooks(self) -> Hashable:
-        optimizer = self.optimizer
-        of_steps = *optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks
-        of_weights = list(map(HOOKS_OF_WEIGHTS, skipping.parameters(optimizer)))
+        of_steps, of_weights = self.hooks_of_steps(), list(map(HOOKS_OF_WEIGHTS, skipping.parameters(self.optimizer)))
         if not any(map(any, of_weights)):
             return of_steps
         return *of_steps, *(tuple(map(tuple, filter(None, hooks))) for hooks in of_weights)
+
+    def hooks_of_steps(self) -> tuple[int, ...]:
+        """Of the optimizer."""
+        return *self.optimizer._optimizer_step_pre_hooks, *self.optimizer._optimizer_step_post_hooks
+
+    def has_hooks_of_weights(self) -> bool:
+        return any(map(any, map(HOOKS_OF_WEIGHTS, skipping.parameters(self.optimizer))))
 
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
@@ -152,7 +160,8 @@ class Surroundings:
 
 class Glance:
     """Says whether a look would certainly see what it saw when this was made. Most is told by the same objects standing in the
-    same places, in loops that run in C; where one is another, but equal, the answer is no.
+    same places, in loops that run in C, and once it has often been right, in C++; where one is another, but equal, the answer
+    is no.
 
     What was there is kept alive, so that nothing else comes by its identity or address.
     """
@@ -160,6 +169,12 @@ class Glance:
     def __init__(self, at: Surroundings) -> None:
         optimizer = at.optimizer
         self._at = at
+        self._num_right = 0
+        self._places_in_optimizer = optimizer.param_groups, optimizer.state
+        self._unchanged: Unchanged | None = None
+        """What `_stands` compares, and that no weight has a hook, once it has been right so often that noting it pays."""
+        self._ungraded: Unchanged | None = None
+        """What `has_no_gradients` compares."""
         self._groups = list(optimizer.param_groups)
         self._num_keys = list(map(len, self._groups))
         of_groups = [place for group in self._groups for place in capturable.held_fast(group)]
@@ -168,6 +183,7 @@ class Glance:
         """None where all of them are fixed."""
         if not all(_is_fixed(_get(place)) for place in of_groups):
             self._hyperparameters = capturable.hyperparameters(optimizer)
+        self._fixed_places = fixed
         self._spaces, self._names = [space for space, _ in fixed], [name for _, name in fixed]
         self._fixed = list(map(_get, fixed))
         """What cannot be another as long as it is the same object."""
@@ -185,35 +201,80 @@ class Glance:
         self._settled = at.settled()
         self._seen = [x for x in (*self._walks, *found) if isinstance(x, Tensor)]
         self._layouts = writes.layouts(self._seen)
-        self._others: list[Tensor] = [*self._states, *self._settled]
-        self._addresses = writes.addresses(self._others)
+        self.layouts: dict[int, writes.Layout] = dict(zip(map(id, self._seen), zip(*self._layouts, strict=True), strict=True))
+        """By id, of what was looked at so closely: parameters and buffers are among them."""
+        others = [*self._states, *self._settled]
+        self._plain, self._odd = [x for x in others if type(x) is Tensor], [x for x in others if type(x) is not Tensor]
+        self._starts, self._addresses = list(map(Tensor.data_ptr, self._plain)), writes.addresses(self._odd)
         self._hooks = at.hooks()
 
     def is_still_right(self) -> bool:
         """See the class. Reads no memory."""
         at, found = self._at, self._look_up()
-        states, groups = list(at.states()), at.optimizer.param_groups
-        return (
-            _are_same(self._groups, groups)
-            and self._num_keys == list(map(len, groups))
+        is_right = (
+            (self._stands() if self._unchanged is None else self._unchanged.holds() and self._stands_in_optimizer())
             and (self._hyperparameters is None or self._hyperparameters == capturable.hyperparameters(at.optimizer))
-            and _are_same(self._fixed, map(dict.get, self._spaces, self._names))
             and _are_same(self._found, found)
             and self._by_value == list(map(_frozen, found))
-            and _are_same(self._walks, _values(self._walked))
-            and _are_same(self._parameters, skipping.parameters(at.optimizer))
-            and len(states) == len(self._are_tensors)
-            and _are_same(self._states, itertools.compress(states, self._are_tensors))
             and _are_same(self._settled, at.settled())
             and self._layouts == writes.layouts(self._seen)
-            and self._addresses == writes.addresses(self._others)
-            and self._hooks == at.hooks()
+            and self._starts == list(map(Tensor.data_ptr, self._plain))  # none of them is marked (see `writes`)
+            and self._addresses == writes.addresses(self._odd)
+            and self._hooks == (at.hooks() if self._unchanged is None else at.hooks_of_steps())
         )
+        self._num_right += is_right
+        if is_right and self._num_right == NUM_RIGHT and not at.has_hooks_of_weights():
+            self._unchanged = self._noted()
+        return is_right
+
+    def has_no_gradients(self) -> bool:
+        """Has no parameter or buffer a gradient? To be asked where the glance is right."""
+        if self._ungraded is not None and self._ungraded.holds():
+            return True
+        tensors = self._at.owns()
+        if not all(map(operator.is_, map(_GRAD, tensors), itertools.repeat(None))):
+            return False
+        if self._ungraded is None and self._num_right >= NUM_RIGHT:
+            self._ungraded = Unchanged()
+            self._ungraded.note_without_gradient(tensors)
+        return True
 
     def _look_up(self) -> list[Any]:
         return [place() for place in self._places]
 
+    def _stands(self) -> bool:
+        """Do the same modules, tensors, numbers and words stand in the same places?"""
+        states, groups = list(self._at.states()), self._at.optimizer.param_groups
+        return (
+            _are_same(self._groups, groups)
+            and self._num_keys == list(map(len, groups))
+            and _are_same(self._fixed, map(dict.get, self._spaces, self._names))
+            and _are_same(self._walks, _values(self._walked))
+            and _are_same(self._parameters, skipping.parameters(self._at.optimizer))
+            and len(states) == len(self._are_tensors)
+            and _are_same(self._states, itertools.compress(states, self._are_tensors))
+        )
 
+    def _stands_in_optimizer(self) -> bool:
+        optimizer = self._at.optimizer
+        return _are_same(self._places_in_optimizer, (optimizer.param_groups, optimizer.state))
+
+    def _noted(self) -> Unchanged:
+        """What `_stands` compares, in C++, and the hooks of weights that there are none of."""
+        unchanged, (groups, state) = Unchanged(), self._places_in_optimizer
+        unchanged.note_list(groups)
+        for group in groups:
+            unchanged.note_length(group)
+            unchanged.note_list(group["params"])
+        unchanged.note_entries([*self._fixed_places, *((group, "params") for group in groups)])
+        for walked in self._walked:
+            unchanged.note_dict(walked)
+        unchanged.note_dict_of_dicts(state, Tensor)
+        unchanged.note_empty(self._parameters, NAMES_OF_HOOKS)
+        return unchanged
+
+
+_GRAD: Final = operator.attrgetter("grad")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 _TRAINING: Final = operator.attrgetter("training")
 

@@ -8,8 +8,6 @@ nothing can be recorded, the same loop runs as it is.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,7 +59,6 @@ MAX_CONSTANT: Final = 3
 MAX_WORLDS: Final = 8
 """How often everything is recorded anew, because tensors moved or a hyperparameter changed, before nothing is any more."""
 
-_GRAD: Final = operator.attrgetter("grad")
 
 _TAKES_FLOATS: Final = "it reads a float of Python's that has changed several times: give it with the batch, as a tensor"
 _TOO_LATE: Final = "torch.distributed was initialized after the step was made"
@@ -345,8 +342,8 @@ class TrainStep:
         if self._why_plain:
             self._leaves.refuse_hooks()
             return self._plain(batch, self._why_plain)
-        self._look_around()
-        if not all(map(operator.is_, map(_GRAD, self._surroundings.owns()), itertools.repeat(None))):
+        glance = self._look_around()
+        if not glance.has_no_gradients():
             self._drop_gradients()  # somebody's, of which a replay knows nothing
         key = batch.key()
         shape = self._shapes.get(key)
@@ -363,7 +360,7 @@ class TrainStep:
                 shape.num_warm += 1
                 return self._plain(batch, "warming up")
             self._record_all(batch, shape)
-            self._look_around()  # what is recorded may need more room than was there
+            glance = self._look_around()  # what is recorded may need more room than was there
             if self._why_plain or place not in shape.recordings or key not in self._shapes:
                 return self._plain(batch, self._why_plain or "warming up")
         recording = shape.recordings[place]
@@ -376,7 +373,7 @@ class TrainStep:
             torch._foreach_copy_(shape.inputs, list(batch.tensors), non_blocking=True)
         self._rates.refresh()
         if recording.followed:
-            self._leaves.bring_up_to_date(recording.leaves)
+            self._leaves.bring_up_to_date(recording.leaves, glance.layouts)
         recording.graph.replay()
         self._leaves.forget(but=recording.followed)
         stepping.tell(self._task.optimizer, by=self._leaves)
@@ -549,19 +546,20 @@ class TrainStep:
         return 0 if self._scaler is None else self._scaler.read_skipped(self._task.optimizer)
 
     # ---- recording ------------------------------------------------------------------------------------------------------
-    def _look_around(self) -> None:
+    def _look_around(self) -> Glance:
         """Forgets what was recorded with tensors that are elsewhere now, or with other numbers."""
         if self._glance is not None and self._glance.is_still_right():
-            return
+            return self._glance
         self._leaves.refuse_hooks()
         world, before = self._surroundings.look(), self._world
         if world != before:
             self._surroundings.refresh()
             self._world = self._surroundings.look()
-        self._glance = Glance(self._surroundings)
+        glance = self._glance = Glance(self._surroundings)
         if world != before and any(shape.recordings for shape in self._shapes.values()):
             assert before is not None
             self._begin_anew(world.changed_since(before))
+        return glance
 
     def _begin_anew(self, what: str) -> None:
         """All recordings were made with other values of `what`."""

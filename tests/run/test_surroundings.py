@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 import fxamp
 from fxamp.run import capturable
-from fxamp.run.surroundings import Glance, Surroundings
+from fxamp.run.surroundings import NUM_RIGHT, Glance, Surroundings
 from tests.run.tape import taped
 
 
@@ -105,6 +105,7 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "the memory of one": lambda w: setattr(w.model.plain, "data", torch.zeros(4)),
     "a module": lambda w: setattr(w.model, "norm", nn.BatchNorm1d(4)),
     "a module more": lambda w: w.model.add_module("more", nn.ReLU()),
+    "modules in another order": lambda w: w.model._modules.update(f=w.model._modules.pop("f")),
     "a module is gone": lambda w: delattr(w.model, "norm"),
     "a hyperparameter": lambda w: w.group.update(weight_decay=0.5),
     "a hyperparameter more": lambda w: w.group.update(more=1),
@@ -117,6 +118,11 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "the memory of a state": lambda w: setattr(w.state["exp_avg"], "data", torch.ones(4, 4)),
     "a state more": lambda w: w.state.update(more=torch.ones(4)),
     "a state less": _pop,
+    "the state of another parameter": lambda w: w.optimizer.state.update({nn.Parameter(torch.ones(2)): dict(w.state)}),
+    "states in another order": lambda w: w.state.update(step=w.state.pop("step")),
+    "all groups": lambda w: setattr(w.optimizer, "param_groups", [dict(w.group, weight_decay=0.5)]),
+    "parameters of a group in another order": lambda w: w.group["params"].reverse(),
+    "a list of parameters": lambda w: w.group.update(params=list(reversed(w.group["params"]))),
     "no state": lambda w: w.optimizer.state.clear(),
     "all of the state": lambda w: w.optimizer.load_state_dict(copy.deepcopy(w.optimizer.state_dict())),
     "a hyperparameter of a group that was loaded": _load_group,
@@ -131,11 +137,12 @@ SAME = {"a number that looks the same"}
 """No change: a look sees none, and a glance may."""
 
 
+@pytest.mark.parametrize("num_glances", [1, NUM_RIGHT + 1])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_glance_misses_nothing_that_a_look_sees(what: str):
+def test_a_glance_misses_nothing_that_a_look_sees(what: str, num_glances: int):
     world = Everything()
     before, glance = world.surroundings.look(), Glance(world.surroundings)
-    assert glance.is_still_right()
+    assert all(glance.is_still_right() for _ in range(num_glances))
     with torch.no_grad():
         CHANGES[what](world)
     changed = world.surroundings.look() != before
@@ -143,21 +150,60 @@ def test_a_glance_misses_nothing_that_a_look_sees(what: str):
     assert not (changed and glance.is_still_right())
 
 
+@pytest.mark.parametrize("num_glances", [1, NUM_RIGHT + 1])
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_glance_after_a_change_is_content_again(what: str):
+def test_a_glance_after_a_change_is_content_again(what: str, num_glances: int):
     """Behind an empty state and behind a full one: a glance that compares only as much as there was would be."""
     world = Everything()
     with torch.no_grad():
         CHANGES[what](world)
     world.surroundings.refresh()
     before, glance = world.surroundings.look(), Glance(world.surroundings)
-    assert glance.is_still_right()
+    assert all(glance.is_still_right() for _ in range(num_glances))
     assert world.surroundings.look() == before
     for p in world.model.parameters():
         p.grad = torch.ones_like(p)
     if world.group["eps"] == 1e-8:
         world.optimizer.step()  # makes state where there is none
     assert world.surroundings.look() == before or not glance.is_still_right()
+
+
+def test_a_number_in_the_state_may_change():
+    """Not what a recording reads, which capturable optimizers have as tensors."""
+    world = Everything()
+    world.state["num_seen"] = 1
+    glance = Glance(world.surroundings)
+    for i in range(2 * NUM_RIGHT):
+        world.state["num_seen"] = i
+        assert glance.is_still_right()
+    world.state["num_more"] = 1
+    assert not glance.is_still_right()
+
+
+def test_a_hook_that_is_gone_is_no_hook():
+    """PyTorch leaves an empty dict behind."""
+    world = Everything()
+    weight = world.model.f.weight
+    weight.register_hook(lambda gradient: gradient).remove()
+    glance = Glance(world.surroundings)
+    assert all(glance.is_still_right() for _ in range(NUM_RIGHT + 1))
+    hook = weight.register_hook(lambda gradient: gradient)
+    assert not glance.is_still_right()
+    hook.remove()
+    assert glance.is_still_right()
+
+
+def test_a_gradient_is_seen():
+    world = Everything()
+    glance = Glance(world.surroundings)
+    for num_glances in (1, NUM_RIGHT):
+        assert all(glance.is_still_right() for _ in range(num_glances))
+        for p in world.model.parameters():
+            assert glance.has_no_gradients()
+            p.grad = torch.ones_like(p)
+            assert not glance.has_no_gradients()
+            p.grad = None
+        assert glance.has_no_gradients()
 
 
 def test_a_world_names_what_changed():
