@@ -27,6 +27,8 @@ EPILOG: Final = """examples:
   python -m bench --scaling --only none                    what calls, swaps, variants and passes cost; depth and batch
   python -m bench --report                                 only write the tables from the results; with --plots, pictures too
   python -m bench.kernels gpt2 SYSTEM SYSTEM               which kernels two systems run, where they differ (GPU)
+  python -m bench.memory gpt2 SYSTEM --holes               what a system reserves, and what keeps it (GPU)
+  python -m bench.host tiny-gpt SYSTEM                     what the host does in a step
 """
 
 

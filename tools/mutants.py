@@ -441,6 +441,71 @@ MUTANTS: Final = (
             "            if True:\n",
         ),
     ),
+    # ---- what a recording holds fast ------------------------------------------------------------------------
+    *_each(
+        "fxamp/run/unchanged.py",
+        ("tests/run/test_surroundings.py",),
+        (
+            "glance: keys are others",
+            "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            if is",
+            "            if is",
+        ),
+        (
+            "glance: values are others",
+            "                _note(manager.get_value_manager(i, _WHY[0], value, _PLAIN), value)\n",
+            "                pass\n",
+        ),
+        ("glance: Python numbers in a state", "            if isinstance(value, kind):\n", "            if True:\n"),
+        (
+            "glance: outer keys are others",
+            "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            self._note_items",
+            "            self._note_items",
+        ),
+        ("glance: lists get longer", "        manager.add_length_check_guard(len(found), *_WHY[1:])\n", ""),
+        (
+            "glance: dicts get longer",
+            "        self._manager_of(found).add_dict_length_check_guard(len(found), *_WHY[1:])\n",
+            "",
+        ),
+        (
+            "glance: what was not there",
+            "                manager.add_dict_contains_guard(False, key, *_WHY[1:])\n",
+            "                pass\n",
+        ),
+        (
+            "glance: None gets a hook",
+            "                    of_value.add_none_match_guard(*_WHY[1:])\n",
+            "                    pass\n",
+        ),
+        (
+            "glance: an empty dict gets a hook",
+            "                    of_value.add_dict_length_check_guard(0, *_WHY[1:])\n",
+            "                    pass\n",
+        ),
+        ("glance: gradients", ".add_none_match_guard(*_WHY[1:])\n\n    def _manager_of", "\n\n    def _manager_of"),
+    ),
+    *_each(
+        "fxamp/run/surroundings.py",
+        ("tests/run/test_surroundings.py",),
+        ("glance: state and groups as a whole", " and self._stands_in_optimizer()", ""),
+        ("glance: lists of parameters", '            unchanged.note_list(group["params"])\n', ""),
+        ("glance: other lists of parameters", ', *((group, "params") for group in groups)', ""),
+        ("glance: modules", "            unchanged.note_dict(walked)\n", "            pass\n"),
+        ("glance: states", "        unchanged.note_dict_of_dicts(state, Tensor)\n", ""),
+        ("glance: hooks", "        unchanged.note_empty(self._parameters, NAMES_OF_HOOKS)\n", ""),
+        ("glance: hooks that there are", " and not at.has_hooks_of_weights()", ""),
+        (
+            "glance: where states begin",
+            "            and self._starts == list(map(Tensor.data_ptr, self._plain))",
+            "            and True",
+        ),
+    ),
+    *_each(
+        "fxamp/run/train_step.py",
+        ("tests/run/test_own_memory.py",),
+        ("own memory: of all updates", "            self._has_taken = True\n", ""),
+        ("own memory: not given back", "with travelling, contextlib.closing(self._own_memory):", "with travelling:"),
+    ),
     # ---- legality -------------------------------------------------------------------------------------------
     *_each(
         "fxamp/legal.py",

@@ -1,0 +1,35 @@
+"""What the host does in a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench import host
+from bench.host import Function, Host
+
+
+def test_functions_stand_under_their_system():
+    def of(*us: float) -> Host:
+        functions = tuple(Function(name=f"f{i}", us=x, num_calls=2) for i, x in enumerate(us))
+        return Host(host_us=100, step_us=300, functions=functions)
+
+    shown = host.table({"a": of(9.0, 8.0, 7.0), "b": of(5.0), "c": of()}, num_rows=2)
+    assert list(shown.columns[0].cells) == ["a", "", "b", "c"]
+    assert list(shown.columns[1].cells) == ["100", "", "100", "100"]
+    assert list(shown.columns[4].cells) == ["f0 (2)", "f1 (2)", "f0 (2)", ""]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there the host does not compute")
+def test_the_host_computes_on_a_cpu():
+    found = host.measured("mlp-small", "fp32-eager")
+    assert 0.2 < found.host_us / found.step_us < 5
+    assert found.functions[0].us >= found.functions[1].us > 0
+    linear = next(f for f in found.functions if f.name.startswith("<built-in") and "linear" in f.name)
+    assert linear.num_calls == 3
+
+
+@pytest.mark.gpu
+def test_the_host_is_ahead_of_a_gpu(capsys: pytest.CaptureFixture[str]):
+    host.main(["tiny-gpt", "fxamp-bf16-train-step"])
+    assert "fxamp-bf16-train-step" in capsys.readouterr().out
