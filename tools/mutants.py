@@ -441,10 +441,16 @@ MUTANTS: Final = (
             "            if True:\n",
         ),
     ),
+    *_each(
+        "fxamp/rewrite/backends.py",
+        ("tests/rewrite/test_backends.py",),
+        ("flash: PyTorch's own order is the user's", " or allowed[: len(_PREFERS_CUDNN)] == _PREFERS_CUDNN", ""),
+        ("flash: the user's order is PyTorch's", "        if not is_free or ", "        if "),
+    ),
     # ---- what a recording holds fast ------------------------------------------------------------------------
     *_each(
         "fxamp/run/unchanged.py",
-        ("tests/run/test_surroundings.py",),
+        ("tests/run/test_unchanged.py", "tests/run/test_surroundings.py"),
         (
             "glance: keys are others",
             "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            if is",
