@@ -207,7 +207,7 @@ class Flags:
 
     def overflow_of(self, parameters: Iterable[int]) -> Tensor:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
-        return _not_finite(torch.where(self._mask(parameters), self._store, 0.0))
+        return ((self._store < math.inf) < self._mask(parameters)).any().to(torch.float32)
 
     def clear(
         self, scale: Tensor, owners: Collection[int] | None = None, *, but: Collection[int] = (), told: Tensor | None = None
@@ -296,9 +296,10 @@ def _on(device: torch.device, values: Tensor) -> Tensor:
 
 
 def _not_finite(magnitudes: Tensor) -> Tensor:
-    return (magnitudes < math.inf).all().logical_not().to(torch.float32)
+    """fp32 [], 1 if one of them is not finite, else 0."""
+    return torch.logical_not((magnitudes < math.inf).all(), out=torch.empty((), device=magnitudes.device))
 
 
 def _finite(magnitudes: Tensor) -> Tensor:
     """The same, 0 for those that are not finite."""
-    return torch.where(magnitudes < math.inf, magnitudes, 0.0)
+    return magnitudes.nan_to_num(nan=0.0, posinf=0.0)

@@ -37,16 +37,17 @@ class State(NamedTuple):
 def next_state(state: State, overflowed: Tensor, config: DynamicScale) -> State:
     """The rule of `DynamicScale`, on the device. `overflowed`: fp32, of the shape of the state, 1 or 0."""
     scale, is_bad = state.scale.double(), overflowed > 0  # GradScaler rounds its products once, from fp64
+    # Each operation is a kernel of a small step. Where a number stands in for a tensor, `where` would launch one to make it.
     patience = state.patience - overflowed
-    tracker = torch.where(is_bad, 0.0, state.tracker + 1)
+    tracker = (state.tracker + 1).masked_fill_(is_bad, 0.0)
     grows = tracker == config.growth_interval_steps
     grown = scale * config.growth_factor
     grown = torch.where(grows & (grown < BEYOND_FP32), grown, scale)
     moved = torch.where(is_bad & (patience <= 0), scale * config.backoff_factor, grown)
     return State(
-        scale=moved.clamp(config.floor, config.cap).float(),
-        tracker=torch.where(grows, 0.0, tracker),
-        patience=torch.where(grows, float(config.hysteresis_steps), patience),
+        scale=moved.clamp_(config.floor, config.cap).float(),
+        tracker=tracker.masked_fill_(grows, 0.0),
+        patience=patience.masked_fill_(grows, config.hysteresis_steps),
     )
 
 
@@ -141,7 +142,8 @@ class LossScale:
             facts = torch.cat([facts, torch.stack([self._writable.expand(len(self.regions)), made, told[1]])], dim=1)
         fell = overflowed if made is None or not self.is_per_region else made
         if isinstance(self.config, DynamicScale):
-            self.at_floor.copy_((fell * (self._writable <= self.config.floor)).amax())
+            stuck = fell * (self._writable <= self.config.floor)
+            self.at_floor.copy_(stuck.amax() if self.is_per_region else stuck)
         self._history.index_copy_(2, self.num_updates % NUM_REMEMBERED, facts.unsqueeze(2))
         self.num_updates.add_(1)
         self.note_overflow(overflowed)
@@ -156,9 +158,7 @@ class LossScale:
                 if self.is_per_region
                 else next_state(before, overflowed, self.config)
             )
-            self._writable.copy_(after.scale)
-            self._tracker.copy_(after.tracker)
-            self._patience.copy_(after.patience)
+            torch._foreach_copy_(list(before), list(after))
 
     @torch.no_grad()
     def note_overflow(self, overflowed: Tensor) -> None:
