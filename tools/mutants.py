@@ -469,11 +469,6 @@ MUTANTS: Final = (
         ),
         ("glance: lists get longer", "        manager.add_length_check_guard(len(found), *_WHY[1:])\n", ""),
         (
-            "glance: dicts get longer",
-            "        self._manager_of(found).add_dict_length_check_guard(len(found), *_WHY[1:])\n",
-            "",
-        ),
-        (
             "glance: what was not there",
             "                manager.add_dict_contains_guard(False, key, *_WHY[1:])\n",
             "                pass\n",

@@ -25,8 +25,11 @@ _Space = dict[str, Any]
 _Place = tuple[_Space, str]
 MAX_LENGTH: Final = 64
 """Of sequences that are looked at number by number."""
-NUM_RIGHT: Final = 4
-"""So often a glance is right before it is worth milliseconds to have it compared in C++."""
+NUM_RIGHT: Final = 32
+"""So often a glance is right before it is compared in C++: what that takes to prepare, it saves in some hundred steps."""
+MAX_NOTED: Final = 4000
+"""Modules, tensors and numbers of a model that is compared so. Larger ones keep the GPU busy, and are not faster then."""
+_OF_MODULES: Final = ("_modules", "_parameters", "_buffers")
 
 
 class World(NamedTuple):
@@ -75,6 +78,8 @@ class Surroundings:
         """Where the loss function finds numbers, and modules."""
         self.places: list[Callable[[], Any]] = []
         """Where tensors stand that are neither parameters nor buffers."""
+        self.num_right = NUM_RIGHT
+        """So often a glance is right before it is compared in C++. Twice as often each time that one has not lasted."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -83,8 +88,6 @@ class Surroundings:
         named = list(_places_of(self._loss_fn))
         roots = [value for place in named if isinstance(value := place(), nn.Module)]
         self.watched = list(dict.fromkeys((*self.modules, *(m for root in roots for m in root.modules()))))
-        self.children: list[_Space] = [m._modules for m in self.watched]
-        self.own: list[_Space] = [of for m in self.watched for of in (m._parameters, m._buffers)]
         self.attributes = [
             (vars(m), name)
             for m in self.watched
@@ -99,7 +102,7 @@ class Surroundings:
     def look(self) -> World:
         """What there is now."""
         return World(
-            modules=tuple(map(id, _values(self.children))),
+            modules=tuple(map(id, _values(m._modules for m in self.watched))),
             parameters=tuple(map(id, skipping.parameters(self.optimizer))),
             parameters_or_buffers=writes.layouts(self.owns()),
             attributes=(
@@ -131,7 +134,7 @@ class Surroundings:
 
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
-        return [t for t in _values(self.own) if t is not None]
+        return [t for t in _values(of for m in self.watched for of in (m._parameters, m._buffers)) if t is not None]
 
     def switches(self) -> tuple[Sequence[bool], Sequence[bool]]:
         """Which modules are in training, and which parameters of the optimizer are trained."""
@@ -170,15 +173,16 @@ class Glance:
         optimizer = at.optimizer
         self._at = at
         self._num_right = 0
-        self._places_in_optimizer = optimizer.param_groups, optimizer.state
+        self._in_optimizer = optimizer.param_groups, optimizer.state
         self._unchanged: Unchanged | None = None
         """What `_stands` compares, and that no weight has a hook, once it has been right so often that noting it pays."""
         self._ungraded: Unchanged | None = None
         """What `has_no_gradients` compares."""
         self._groups = list(optimizer.param_groups)
-        self._num_keys = list(map(len, self._groups))
+        self._keys = list(map(list, self._groups))
         of_groups = [place for group in self._groups for place in capturable.held_fast(group)]
-        fixed = [place for place in (*at.attributes, *of_groups) if _is_fixed(_get(place))]
+        of_modules = [(vars(m), name) for m in at.watched for name in _OF_MODULES if name in vars(m)]
+        fixed = [*of_modules, *(place for place in (*at.attributes, *of_groups) if _is_fixed(_get(place)))]
         self._hyperparameters: Hashable = None
         """None where all of them are fixed."""
         if not all(_is_fixed(_get(place)) for place in of_groups):
@@ -191,7 +195,7 @@ class Glance:
         self._places = [*mutable, *at.numbers, *at.places]
         found = self._look_up()
         self._found, self._by_value = found, list(map(_frozen, found))
-        self._walked = (*at.children, *at.own)
+        self._walked = [space[name] for space, name in of_modules]
         self._walks = list(_values(self._walked))
         """Modules, parameters and buffers."""
         self._parameters = skipping.parameters(optimizer)
@@ -212,7 +216,8 @@ class Glance:
         """See the class. Reads no memory."""
         at, found = self._at, self._look_up()
         is_right = (
-            (self._stands() if self._unchanged is None else self._unchanged.holds() and self._stands_in_optimizer())
+            (self._stands() if self._unchanged is None else self._unchanged.holds() and self._is_same_optimizer())
+            and self._keys == list(map(list, at.optimizer.param_groups))
             and (self._hyperparameters is None or self._hyperparameters == capturable.hyperparameters(at.optimizer))
             and _are_same(self._found, found)
             and self._by_value == list(map(_frozen, found))
@@ -223,8 +228,11 @@ class Glance:
             and self._hooks == (at.hooks() if self._unchanged is None else at.hooks_of_steps())
         )
         self._num_right += is_right
-        if is_right and self._num_right == NUM_RIGHT and not at.has_hooks_of_weights():
+        if not is_right and self._unchanged is not None:
+            at.num_right *= 2
+        if is_right and self._num_right == at.num_right and self._num_parts() <= MAX_NOTED and not at.has_hooks_of_weights():
             self._unchanged = self._noted()
+            at.num_right *= 1 if self._unchanged is not None else 2
         return is_right
 
     def has_no_gradients(self) -> bool:
@@ -234,7 +242,7 @@ class Glance:
         tensors = self._at.owns()
         if not all(map(operator.is_, map(_GRAD, tensors), itertools.repeat(None))):
             return False
-        if self._ungraded is None and self._num_right >= NUM_RIGHT:
+        if self._ungraded is None and self._unchanged is not None:
             self._ungraded = Unchanged()
             self._ungraded.note_without_gradient(tensors)
         return True
@@ -247,24 +255,34 @@ class Glance:
         states, groups = list(self._at.states()), self._at.optimizer.param_groups
         return (
             _are_same(self._groups, groups)
-            and self._num_keys == list(map(len, groups))
             and _are_same(self._fixed, map(dict.get, self._spaces, self._names))
             and _are_same(self._walks, _values(self._walked))
             and _are_same(self._parameters, skipping.parameters(self._at.optimizer))
-            and len(states) == len(self._are_tensors)
+            and self._are_tensors == list(map(isinstance, states, itertools.repeat(Tensor)))
             and _are_same(self._states, itertools.compress(states, self._are_tensors))
         )
 
-    def _stands_in_optimizer(self) -> bool:
+    def _is_same_optimizer(self) -> bool:
         optimizer = self._at.optimizer
-        return _are_same(self._places_in_optimizer, (optimizer.param_groups, optimizer.state))
+        return _are_same(self._in_optimizer, (optimizer.param_groups, optimizer.state))
 
-    def _noted(self) -> Unchanged:
-        """What `_stands` compares, in C++, and the hooks of weights that there are none of."""
-        unchanged, (groups, state) = Unchanged(), self._places_in_optimizer
+    def _num_parts(self) -> int:
+        """Of what would be noted."""
+        return len(self._fixed) + len(self._walks) + len(self._are_tensors) + 3 * len(self._parameters)
+
+    def _noted(self) -> Unchanged | None:
+        """What `_stands` compares, in C++, and the hooks of weights that there are none of. None where that cannot be had, of
+        an optimizer that makes its state or groups anew whenever it is asked, or has other containers than PyTorch's."""
+        try:
+            unchanged = self._note()
+            return unchanged if unchanged.holds() and self._is_same_optimizer() else None
+        except Exception:  # of a guard, or of somebody's `__eq__`: then it stays in Python
+            return None
+
+    def _note(self) -> Unchanged:
+        unchanged, (groups, state) = Unchanged(), self._in_optimizer
         unchanged.note_list(groups)
         for group in groups:
-            unchanged.note_length(group)
             unchanged.note_list(group["params"])
         unchanged.note_entries([*self._fixed_places, *((group, "params") for group in groups)])
         for walked in self._walked:

@@ -13,6 +13,8 @@ from torch._dynamo.guards import GuardManagerType
 
 _PLAIN: Final = GuardManagerType.GUARD_MANAGER
 _DICT: Final = GuardManagerType.DICT_GUARD_MANAGER
+NUM_PARTS: Final = 50
+"""Of one manager."""
 _WHY: Final = ("", [""], None)
 """What Dynamo prints of guards that fail: where values come from, the code of the guard, and who asked for it. Nobody reads
 it here."""
@@ -21,34 +23,31 @@ it here."""
 class Unchanged:
     """Says whether everything stands as it did when it was noted.
 
-    What was noted is kept alive, so that nothing else comes by its identity. To note a thing takes some 10 us, to ask for it
-    some 10 ns.
+    What was noted is kept alive, so that nothing else comes by its identity. To note a thing takes some 20 us, to ask for it
+    some 20 ns. Of an `OrderedDict` whose order was changed it may never hold.
     """
 
     def __init__(self) -> None:
         self._root = RootGuardManager()
-        self._roots, self._kept = list[Any](), list[Any]()
+        self._given, self._kept = list[list[Any]](), list[Any]()
+        self._last: GuardManager = self._root
+        """Of the last list of `_given`: a manager looks for one of its parts among all of them."""
 
     def holds(self) -> bool:
         """Reads no memory of tensors."""
-        return self._root.check(self._roots)
+        return self._root.check(self._given)
 
     def note_dict(self, found: Mapping[Any, Any]) -> None:
         """Its items, in their order: the same keys and values."""
         self._note_items(self._manager_of(found, _DICT), found, object)
 
     def note_dict_of_dicts(self, found: Mapping[Any, Mapping[Any, Any]], kind: type) -> None:
-        """Its keys, and the items of its values, in their order; of what is not of a kind among these, no more than that it
-        is there."""
+        """Its keys, and the items of its values, in their order; of what is not of a kind among these, the type alone."""
         manager = self._manager_of(found, _DICT)
         self._kept += found
         for i, (key, inner) in enumerate(found.items()):
             _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)
             self._note_items(manager.get_value_manager(i, _WHY[0], inner, _DICT), inner, kind)
-
-    def note_length(self, found: Mapping[Any, Any]) -> None:
-        """How many items a dict has."""
-        self._manager_of(found).add_dict_length_check_guard(len(found), *_WHY[1:])
 
     def note_entries(self, entries: Iterable[tuple[Mapping[Any, Any], Any]]) -> None:
         """The values at some keys of dicts; that there is none, where there is none."""
@@ -89,15 +88,21 @@ class Unchanged:
             self._manager_of(tensor).grad_manager(_WHY[0], None, _PLAIN).add_none_match_guard(*_WHY[1:])
 
     def _manager_of(self, value: object, kind: GuardManagerType = _PLAIN) -> Any:
-        self._roots.append(value)
-        return self._root.list_getitem_manager(len(self._roots) - 1, _WHY[0], value, kind)
+        if not self._given or len(self._given[-1]) == NUM_PARTS:
+            self._given.append([])
+            self._last = self._root.list_getitem_manager(len(self._given) - 1, _WHY[0], self._given[-1], _PLAIN)
+        self._given[-1].append(value)
+        return self._last.list_getitem_manager(len(self._given[-1]) - 1, _WHY[0], value, kind)
 
     def _note_items(self, manager: DictGuardManager, found: Mapping[Any, Any], kind: type) -> None:
         self._kept += (*found, *found.values())
         for i, (key, value) in enumerate(found.items()):
             _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)
+            of_value = manager.get_value_manager(i, _WHY[0], value, _PLAIN)
             if isinstance(value, kind):
-                _note(manager.get_value_manager(i, _WHY[0], value, _PLAIN), value)
+                _note(of_value, value)
+            else:
+                of_value.add_type_match_guard(id(type(value)), *_WHY[1:])
 
 
 def _note(manager: GuardManager, value: object) -> None:

@@ -6,6 +6,7 @@ import copy
 import enum
 import gc
 import sys
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import fxamp
-from fxamp.run import capturable
+from fxamp.run import capturable, surroundings
 from fxamp.run.surroundings import NUM_RIGHT, Glance, Surroundings
 from tests.run.tape import taped
 
@@ -48,6 +49,7 @@ class Everything:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.state["exp_avg"].data = torch.zeros(8, 4)[:4]
+        self.state["later"], self.group["extra"] = None, 1
 
         self.surroundings = Surroundings(lambda: list(self.model.modules()), self.optimizer, self.loss, lambda: self.masks)
         assert self.surroundings.watch([self.model.plain]) == []
@@ -105,10 +107,14 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "the memory of one": lambda w: setattr(w.model.plain, "data", torch.zeros(4)),
     "a module": lambda w: setattr(w.model, "norm", nn.BatchNorm1d(4)),
     "a module more": lambda w: w.model.add_module("more", nn.ReLU()),
+    "all modules": lambda w: setattr(w.model, "_modules", dict(w.model._modules, norm=nn.BatchNorm1d(4))),
+    "all parameters": lambda w: setattr(w.model.f, "_parameters", {"weight": nn.Parameter(torch.ones(4, 4)), "bias": None}),
+    "all buffers": lambda w: setattr(w.model.norm, "_buffers", dict(w.model.norm._buffers, running_mean=torch.ones(4))),
     "modules in another order": lambda w: w.model._modules.update(f=w.model._modules.pop("f")),
     "a module is gone": lambda w: delattr(w.model, "norm"),
     "a hyperparameter": lambda w: w.group.update(weight_decay=0.5),
     "a hyperparameter more": lambda w: w.group.update(more=1),
+    "a hyperparameter for another": lambda w: (w.group.pop("extra"), w.group.update(more=None)),
     "a hyperparameter that is a list": lambda w: w.group.update(betas=[0.9, 0.9]),
     "a hyperparameter that is a tensor": lambda w: w.group.update(eps=torch.ones(())),
     "a parameter of the group": lambda w: w.group["params"].__setitem__(1, nn.Parameter(torch.ones(4))),
@@ -116,6 +122,7 @@ CHANGES: dict[str, Callable[[Everything], object]] = {
     "a group more": lambda w: w.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]}),
     "a state": lambda w: w.state.update(exp_avg=torch.ones(4, 4)),
     "the memory of a state": lambda w: setattr(w.state["exp_avg"], "data", torch.ones(4, 4)),
+    "a state becomes a tensor": lambda w: w.state.update(later=torch.ones(4)),
     "a state more": lambda w: w.state.update(more=torch.ones(4)),
     "a state less": _pop,
     "the state of another parameter": lambda w: w.optimizer.state.update({nn.Parameter(torch.ones(2)): dict(w.state)}),
@@ -168,6 +175,84 @@ def test_a_glance_after_a_change_is_content_again(what: str, num_glances: int):
     assert world.surroundings.look() == before or not glance.is_still_right()
 
 
+def looked_at(num: int) -> tuple[Everything, Glance]:
+    world = Everything()
+    glance = Glance(world.surroundings)
+    assert all(glance.is_still_right() for _ in range(num))
+    return world, glance
+
+
+def test_what_does_not_last_is_compared_in_python_for_longer():
+    """To note it takes milliseconds: a number that is written now and then, equal each time, must not cost that again and
+    again."""
+    world, glance = looked_at(NUM_RIGHT)
+    assert glance._unchanged is not None
+    for i in range(1, 4):
+        world.model.gain = float("1.0")
+        assert not glance.is_still_right()
+        glance = Glance(world.surroundings)
+        assert all(glance.is_still_right() for _ in range(2**i * NUM_RIGHT - 1))
+        assert glance._unchanged is None
+        assert glance.is_still_right()
+        assert glance._unchanged is not None
+
+
+def test_large_models_are_compared_in_python(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(surroundings, "MAX_NOTED", 3)
+    _, glance = looked_at(2 * NUM_RIGHT)
+    assert glance._unchanged is None
+
+
+class Several(optim.Optimizer):
+    """One of several, as people write it."""
+
+    def __init__(self, parts: list[optim.Optimizer]) -> None:
+        self.parts = parts
+        self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return ChainMap(*(part.state for part in self.parts))
+
+
+class TupleOfGroups(optim.AdamW):
+    @property
+    def param_groups(self) -> Any:
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self._groups = tuple(value)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._groups = (*self._groups, param_group | {k: v for k, v in self.defaults.items() if k not in param_group})
+
+
+@pytest.mark.parametrize("kind", [lambda w: Several([w.optimizer]), lambda w: TupleOfGroups([nn.Parameter(torch.ones(2))])])
+def test_optimizers_with_other_containers_are_compared_in_python(kind: Callable[[Everything], optim.Optimizer]):
+    world = Everything()
+    world.surroundings.optimizer = kind(world)
+    glance = Glance(world.surroundings)
+    assert all(glance.is_still_right() for _ in range(2 * NUM_RIGHT))
+    assert glance._unchanged is None
+    world.surroundings.optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert not glance.is_still_right()
+
+
+def test_an_order_that_guards_do_not_see_is_compared_in_python():
+    world = Everything()
+    modules = OrderedDict(world.model._modules)
+    modules.move_to_end("f")
+    world.model._modules = modules
+    world.surroundings.refresh()
+    glance = Glance(world.surroundings)
+    assert all(glance.is_still_right() for _ in range(2 * NUM_RIGHT))
+
+
 def test_a_number_in_the_state_may_change():
     """Not what a recording reads, which capturable optimizers have as tensors."""
     world = Everything()
@@ -176,6 +261,7 @@ def test_a_number_in_the_state_may_change():
     for i in range(2 * NUM_RIGHT):
         world.state["num_seen"] = i
         assert glance.is_still_right()
+    assert glance._unchanged is not None
     world.state["num_more"] = 1
     assert not glance.is_still_right()
 

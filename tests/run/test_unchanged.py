@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxamp.run.unchanged import Unchanged
+from fxamp.run.unchanged import NUM_PARTS, Unchanged
 
 
 class Thing:
@@ -72,6 +72,9 @@ def test_dicts_in_a_dict():
     unchanged = noted(lambda u: u.note_dict_of_dicts(d, Tensor))
     d[p] = dict(d[p], step=2)
     assert unchanged.holds()
+    d[p]["step"] = torch.zeros(())  # what was a number is a tensor, which a recording may read
+    assert not unchanged.holds()
+    d[p]["step"] = 3
     inner = d.pop(p)
     d[q] = inner  # belongs to another now
     assert not unchanged.holds()
@@ -82,21 +85,30 @@ def test_dicts_in_a_dict():
     assert not unchanged.holds()
 
 
-def test_lengths_and_entries():
-    values = [Thing(), Thing()]
-    d: dict[str, Any] = {"a": values[0], "b": values[1]}
-    length = noted(lambda u: u.note_length(d))
+def test_entries():
+    d: dict[str, Any] = {"a": Thing(), "b": Thing()}
     entries = noted(lambda u: u.note_entries([(d, "a"), (d, "c")]))
     d["b"] = Thing()
-    assert length.holds()
     assert entries.holds()
     d["c"] = None
-    assert not length.holds()
     assert not entries.holds()
     del d["c"]
     assert entries.holds()
     del d["a"]
     assert not entries.holds()
+
+
+def test_many():
+    """More than one manager has."""
+    dicts = [{"a": Thing()} for _ in range(2 * NUM_PARTS + 1)]
+    unchanged = Unchanged()
+    for d in dicts:
+        unchanged.note_dict(d)
+    for d in dicts:
+        assert unchanged.holds()
+        before, d["a"] = d["a"], Thing()
+        assert not unchanged.holds()
+        d["a"] = before
 
 
 def test_lists():
