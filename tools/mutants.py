@@ -453,12 +453,12 @@ MUTANTS: Final = (
         ("tests/run/test_unchanged.py", "tests/run/test_surroundings.py"),
         (
             "glance: keys are others",
-            "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            if is",
-            "            if is",
+            "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            of_value",
+            "            of_value",
         ),
         (
             "glance: values are others",
-            "                _note(manager.get_value_manager(i, _WHY[0], value, _PLAIN), value)\n",
+            "                _note(of_value, value)\n",
             "                pass\n",
         ),
         ("glance: Python numbers in a state", "            if isinstance(value, kind):\n", "            if True:\n"),
@@ -466,6 +466,11 @@ MUTANTS: Final = (
             "glance: outer keys are others",
             "            _note(manager.get_key_manager(i, _WHY[0], key, _PLAIN), key)\n            self._note_items",
             "            self._note_items",
+        ),
+        (
+            "glance: types of what is not a tensor",
+            "                of_value.add_type_match_guard(id(type(value)), *_WHY[1:])\n",
+            "                pass\n",
         ),
         ("glance: lists get longer", "        manager.add_length_check_guard(len(found), *_WHY[1:])\n", ""),
         (
@@ -488,13 +493,22 @@ MUTANTS: Final = (
     *_each(
         "fxamp/run/surroundings.py",
         ("tests/run/test_surroundings.py",),
-        ("glance: state and groups as a whole", " and self._stands_in_optimizer()", ""),
-        ("glance: lists of parameters", '            unchanged.note_list(group["params"])\n', ""),
+        ("glance: state and groups as a whole", " and self._is_same_optimizer())\n", ")\n"),
+        ("glance: lists of parameters", '            unchanged.note_list(group["params"])\n', "            pass\n"),
         ("glance: other lists of parameters", ', *((group, "params") for group in groups)', ""),
         ("glance: modules", "            unchanged.note_dict(walked)\n", "            pass\n"),
         ("glance: states", "        unchanged.note_dict_of_dicts(state, Tensor)\n", ""),
         ("glance: hooks", "        unchanged.note_empty(self._parameters, NAMES_OF_HOOKS)\n", ""),
-        ("glance: hooks that there are", " and not at.has_hooks_of_weights()", ""),
+        ("glance: types in a state", "self._are_tensors == list(map(isinstance, states, itertools.repeat(Tensor)))", "True"),
+        ("glance: keys of a group", "            and self._keys == list(map(list, at.optimizer.param_groups))\n", ""),
+        ("glance: dicts of modules", "[*of_modules, *(place", "[*(place"),
+        ("glance: what does not last is noted again", "            at.num_right *= 2\n", "            pass\n"),
+        (
+            "glance: what never holds is noted",
+            "unchanged if unchanged.holds() and self._is_same_optimizer() else None",
+            "unchanged",
+        ),
+        ("glance: large models are noted", " and self._num_parts() <= MAX_NOTED", ""),
         (
             "glance: where states begin",
             "            and self._starts == list(map(Tensor.data_ptr, self._plain))",

@@ -129,9 +129,6 @@ class Surroundings:
         """Of the optimizer."""
         return *self.optimizer._optimizer_step_pre_hooks, *self.optimizer._optimizer_step_post_hooks
 
-    def has_hooks_of_weights(self) -> bool:
-        return any(map(any, map(HOOKS_OF_WEIGHTS, skipping.parameters(self.optimizer))))
-
     def owns(self) -> list[Tensor]:
         """Parameters and buffers, of now."""
         return [t for t in _values(of for m in self.watched for of in (m._parameters, m._buffers)) if t is not None]
@@ -230,7 +227,7 @@ class Glance:
         self._num_right += is_right
         if not is_right and self._unchanged is not None:
             at.num_right *= 2
-        if is_right and self._num_right == at.num_right and self._num_parts() <= MAX_NOTED and not at.has_hooks_of_weights():
+        if is_right and self._num_right == at.num_right and self._num_parts() <= MAX_NOTED:
             self._unchanged = self._noted()
             at.num_right *= 1 if self._unchanged is not None else 2
         return is_right
@@ -271,7 +268,7 @@ class Glance:
         return len(self._fixed) + len(self._walks) + len(self._are_tensors) + 3 * len(self._parameters)
 
     def _noted(self) -> Unchanged | None:
-        """What `_stands` compares, in C++, and the hooks of weights that there are none of. None where that cannot be had, of
+        """What `_stands` compares, in C++, and that no weight has a hook. None where that cannot be had: where one has, or of
         an optimizer that makes its state or groups anew whenever it is asked, or has other containers than PyTorch's."""
         try:
             unchanged = self._note()
