@@ -1,10 +1,11 @@
 """python -m bench.memory: what a workload reserves of a GPU's memory on each of some systems, and in which pieces.
 
 What to look at when a row of the results holds more memory than its peer. PyTorch's allocator takes memory from the driver in
-segments, and keeps them; each belongs to a pool: the ordinary one, or a private one, as CUDA graphs have, which make anew what
-is in theirs, and train steps of fxamp for what they keep. What a step needs at its peak is what its pools reserve. Systems are
-measured one after another, each in a process of its own. With --holes, who made what lives on is listed, and what is reserved
-and in no tensor: segments that are partly empty between two steps, and what keeps the allocator from giving them back.
+segments, and keeps them; each belongs to a pool, the ordinary one or a private one. CUDA graphs have such pools, and little of
+theirs is in tensors between two steps; train steps of fxamp have one for what they keep. What a step needs at its peak is what
+its pools reserve. Systems are measured one after another, each in a process of its own. With --holes, who made what lives on
+is listed, and what is reserved and in no tensor: segments that are partly empty between two steps, and what keeps the
+allocator from giving them back.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def held(workload_name: str, system_name: str, *, with_holes: bool = False) -> H
         if not with_holes:
             return Held(peak_reserved_mib=peak, pools=pools)
         events = torch.cuda.memory._snapshot()["device_traces"][0]
-        holders = holders_in([segment for segment in segments if lasts(segment)])
+        holders = holders_in(lasting(segments))
         return Held(peak_reserved_mib=peak, pools=pools, holders=holders, holes=tuple(holes_of(segments, events)))
 
 
@@ -116,9 +117,9 @@ def pools_of(segments: Sequence[dict[str, Any]]) -> list[Pool]:
 def holes_of(segments: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> list[Hole]:
     """Holes, largest first. `events`: what the allocator did before, oldest first."""
     found: list[Hole] = []
-    for segment in segments:
+    for segment in lasting(segments):
         empty = (segment["total_size"] - segment["allocated_size"]) / 2**20
-        if not lasts(segment) or empty < HOLE_MIB:
+        if empty < HOLE_MIB:
             continue
         found.append(
             Hole(
@@ -131,9 +132,16 @@ def holes_of(segments: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]
     return sorted(found, key=lambda hole: -hole.empty_mib)
 
 
-def lasts(segment: dict[str, Any]) -> bool:
-    """Is it for tensors that live from step to step? What a CUDA graph has is in no tensor between two."""
-    return tuple(segment["segment_pool_id"]) == (0, 0) or segment["allocated_size"] > 0
+def lasting(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those for tensors that live from step to step: of the ordinary pool, and of private ones most of which is in tensors
+    between two steps. Pools of CUDA graphs are not."""
+    total, allocated = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    for segment in segments:
+        pool = tuple(segment["segment_pool_id"])
+        total[pool] += segment["total_size"]
+        allocated[pool] += segment["allocated_size"]
+    pools = {(0, 0), *(pool for pool in total if 2 * allocated[pool] > total[pool])}
+    return [segment for segment in segments if tuple(segment["segment_pool_id"]) in pools]
 
 
 def holders_in(segments: Sequence[dict[str, Any]]) -> tuple[tuple[str, float], ...]:

@@ -147,7 +147,7 @@ def _operands(node: fx.Node) -> Operands | str:
 class FlashForSmall:
     """Lets small low attention that a CUDA graph replays be traced with flash before cuDNN, whose kernels begin with a memset:
     behind one, the next kernel of a graph starts 4 to 8 microseconds late (H200, CUDA 13), forward and backward. On some
-    devices PyTorch prefers cuDNN; where its list is what it writes there itself, nobody can tell whether it was asked for.
+    devices PyTorch prefers cuDNN; where its list is what it writes there itself, it is taken as asked for by nobody.
 
     requires: rewritten Dynamo graph, behind LowAttention.  changes: the argument `kernels` of attention.  keeps: all else; two
     kernels differ in how they round inside.

@@ -297,9 +297,9 @@ def _on(device: torch.device, values: Tensor) -> Tensor:
 
 def _not_finite(magnitudes: Tensor) -> Tensor:
     """fp32 [], 1 if one of them is not finite, else 0."""
-    return torch.logical_not((magnitudes < math.inf).all(), out=torch.empty((), device=magnitudes.device))
+    return torch.logical_not((magnitudes < math.inf).all(), out=torch.empty((), dtype=torch.float32, device=magnitudes.device))
 
 
 def _finite(magnitudes: Tensor) -> Tensor:
-    """The same, 0 for those that are not finite."""
+    """Magnitudes, 0 for those that are not finite."""
     return magnitudes.nan_to_num(nan=0.0, posinf=0.0)

@@ -8,6 +8,8 @@ import functools
 import inspect
 import itertools
 import operator
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import CellType
 from typing import Any, Final, NamedTuple
@@ -26,9 +28,10 @@ _Place = tuple[_Space, str]
 MAX_LENGTH: Final = 64
 """Of sequences that are looked at number by number."""
 NUM_RIGHT: Final = 32
-"""So often a glance is right before it is compared in C++: what that takes to prepare, it saves in some hundred steps."""
+"""So often a glance is right before it is compared in C++: what that takes to prepare, it saves in a few hundred steps."""
 MAX_NOTED: Final = 4000
-"""Modules, tensors and numbers of a model that is compared so. Larger ones keep the GPU busy, and are not faster then."""
+"""Things to compare, some 14 of each parameter, up to which that is done. Larger models keep the GPU busy, and would not be
+compared faster."""
 _OF_MODULES: Final = ("_modules", "_parameters", "_buffers")
 
 
@@ -67,9 +70,12 @@ class Surroundings:
         optimizer: Optimizer,
         loss_fn: Callable[..., Any] | None,
         settled: Callable[[], Sequence[Tensor]],
+        note: Callable[[str], object] = warnings.warn,
     ) -> None:
-        """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes."""
+        """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes; note: tells the
+        user."""
         self._find, self.optimizer, self._loss_fn, self.settled = modules, optimizer, loss_fn, settled
+        self.note = note
         self.modules: Sequence[nn.Module] = ()
         self.attributes: list[_Place] = []
         self.watched: Sequence[nn.Module] = ()
@@ -79,7 +85,7 @@ class Surroundings:
         self.places: list[Callable[[], Any]] = []
         """Where tensors stand that are neither parameters nor buffers."""
         self.num_right = NUM_RIGHT
-        """So often a glance is right before it is compared in C++. Twice as often each time that one has not lasted."""
+        """So often a glance is right before it is compared in C++. Twice as often each time that this has not lasted."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -205,8 +211,9 @@ class Glance:
         self.layouts: dict[int, writes.Layout] = dict(zip(map(id, self._seen), zip(*self._layouts, strict=True), strict=True))
         """By id, of what was looked at so closely: parameters and buffers are among them."""
         others = [*self._states, *self._settled]
-        self._plain, self._odd = [x for x in others if type(x) is Tensor], [x for x in others if type(x) is not Tensor]
-        self._starts, self._addresses = list(map(Tensor.data_ptr, self._plain)), writes.addresses(self._odd)
+        self._tensors = [x for x in others if type(x) is Tensor]
+        self._subclassed = [x for x in others if type(x) is not Tensor]
+        self._starts, self._addresses = list(map(Tensor.data_ptr, self._tensors)), writes.addresses(self._subclassed)
         self._hooks = at.hooks()
 
     def is_still_right(self) -> bool:
@@ -220,8 +227,8 @@ class Glance:
             and self._by_value == list(map(_frozen, found))
             and _are_same(self._settled, at.settled())
             and self._layouts == writes.layouts(self._seen)
-            and self._starts == list(map(Tensor.data_ptr, self._plain))  # none of them is marked (see `writes`)
-            and self._addresses == writes.addresses(self._odd)
+            and self._starts == list(map(Tensor.data_ptr, self._tensors))  # none of them is marked (see `writes`)
+            and self._addresses == writes.addresses(self._subclassed)
             and self._hooks == (at.hooks() if self._unchanged is None else at.hooks_of_steps())
         )
         self._num_right += is_right
@@ -229,7 +236,8 @@ class Glance:
             at.num_right *= 2
         if is_right and self._num_right == at.num_right and self._num_parts() <= MAX_NOTED:
             self._unchanged = self._noted()
-            at.num_right *= 1 if self._unchanged is not None else 2
+            if self._unchanged is None:
+                at.num_right *= 2
         return is_right
 
     def has_no_gradients(self) -> bool:
@@ -270,11 +278,19 @@ class Glance:
     def _noted(self) -> Unchanged | None:
         """What `_stands` compares, in C++, and that no weight has a hook. None where that cannot be had: where one has, or of
         an optimizer that makes its state or groups anew whenever it is asked, or has other containers than PyTorch's."""
+        _, state = self._in_optimizer
+        dicts = [*self._walked, state, *state.values()]
+        if not self._is_same_optimizer() or not all(map(_has_plain_order, dicts)):
+            return None
         try:
             unchanged = self._note()
-            return unchanged if unchanged.holds() and self._is_same_optimizer() else None
-        except Exception:  # of a guard, or of somebody's `__eq__`: then it stays in Python
+        except Exception as error:  # Dynamo's guards may be others in another PyTorch, and somebody's `__eq__` raise
+            self._at.num_right = -1  # never again
+            self._at.note(
+                f"train_step: what stands before a replay is compared in Python, which takes the host longer: {error!r}"
+            )
             return None
+        return unchanged if unchanged.holds() else None
 
     def _note(self) -> Unchanged:
         unchanged, (groups, state) = Unchanged(), self._in_optimizer
@@ -295,8 +311,13 @@ _TRAINING: Final = operator.attrgetter("training")
 
 
 def _values(spaces: Iterable[_Space]) -> Iterator[Any]:
-    """Of many dicts."""
-    return itertools.chain.from_iterable(map(dict.values, spaces))
+    """Of many dicts, in the order of each: an `OrderedDict` has another than `dict.values` says."""
+    return itertools.chain.from_iterable(map(operator.methodcaller("values"), spaces))
+
+
+def _has_plain_order(found: object) -> bool:
+    """Do guards know the order of a dict?"""
+    return isinstance(found, dict) and not isinstance(found, OrderedDict)
 
 
 def _get(place: _Place) -> Any:

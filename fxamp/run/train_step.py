@@ -207,7 +207,7 @@ class TrainStep:
         self._own_memory = OwnMemory(self._device)
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else (), self._own_memory)
-        self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled)
+        self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled, note)
         self._objective, self._listener = task.objective(), Listener(backend, self._leaves)
         self._loss = torch.compile(self._objective, backend=self._listener.backend())
         self._update: FusedUpdate | None = None
@@ -310,6 +310,7 @@ class TrainStep:
     def close(self) -> None:
         """Gives the memory of the CUDA graphs back. May be called again."""
         self._is_closed = True
+        self._own_memory.close()
         self._forget_recordings()
         self._wishes.clear()
         self._glance = None
@@ -449,9 +450,11 @@ class TrainStep:
             self._leaves.widen_gradients(inverse)
             if self._task.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(self._parameters, self._task.clip_grad_norm)
-            makes_state = not self._has_taken and not self._task.optimizer.state
+            optimizer = self._task.optimizer
+            is_known = type(optimizer) in (*capturable.CAPTURABLE, *capturable.FUSED)  # others may record something
+            makes_state = is_known and not self._has_taken and not optimizer.state
             with self._own_memory.used() if makes_state else contextlib.nullcontext():
-                self._task.optimizer.step()
+                optimizer.step()
             self._has_taken = True
             return
         optimizer = self._task.optimizer
@@ -602,8 +605,6 @@ class TrainStep:
                 if recording is None:
                     return
                 shape.recordings[self._place()] = recording
-        if self._on_cuda:
-            torch.cuda.empty_cache()  # guards are asked with tensors as large as the batch
 
     def _prepare(self, agreement: Agreement, batch: Batch, key: Hashable, shape: _Shape) -> Tensor:
         """The step as it is, in the precision that it has; when that has run often enough, it may be recorded.
@@ -781,6 +782,8 @@ class TrainStep:
         self._num_beside = self._branches.num_moved()
         programs = [call.caller for call in calls if call.caller is not None]
         is_what_would_run, can_ask = guard_of(programs)
+        if self._on_cuda:
+            torch.cuda.empty_cache()  # what guards were asked with had as much memory as the batch, for a moment
         self._tell_of_breaks(programs, can_ask=can_ask)
         leaves = self._leaves.read
         agreed = () if self._agreement is None else self._agreement.state

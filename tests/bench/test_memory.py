@@ -57,7 +57,8 @@ def test_holes_name_what_keeps_them():
     }
     free = {**segment((0, 0), 40, 0), "address": 2000 * MIB, "blocks": [block(40, "inactive")]}
     full = {**segment((0, 0), 40, 38), "address": 3000 * MIB, "blocks": []}
-    graphs = {**segment((0, 1), 90, 0), "address": 4000 * MIB, "blocks": []}
+    graphs = {**segment((0, 1), 90, 2), "address": 4000 * MIB, "blocks": []}
+    own = {**segment((0, 2), 90, 70), "address": 5000 * MIB, "blocks": []}
     events = [
         event("alloc", 2000, ("early.py", 1, "f")),
         event("free_completed", 2000),
@@ -65,8 +66,9 @@ def test_holes_name_what_keeps_them():
         event("free_completed", 2000),
         event("alloc", 3000, ("other.py", 3, "h")),
     ]
-    found = memory.holes_of([free, graphs, full, kept, free], events)
-    assert [(hole.segment_mib, hole.empty_mib) for hole in found] == [(148, 145), (40, 40), (40, 40)]
+    found = memory.holes_of([free, graphs, own, full, kept, free], events)
+    assert [(hole.segment_mib, hole.empty_mib) for hole in found] == [(148, 145), (40, 40), (40, 40), (90, 20)]
+    found = found[:3]
     assert found[0].holders == (("leaves.py:5 of", 2), ("adamw.py:7 init < train.py:9 step", 1))
     assert [hole.last for hole in found] == ["unknown", "40 MiB, late.py:2 g", "40 MiB, late.py:2 g"]
     held = Held(peak_reserved_mib=188, pools=(), holders=memory.holders_in([kept, free]), holes=tuple(found))

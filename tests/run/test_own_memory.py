@@ -89,6 +89,7 @@ def test_a_recording_has_memory_of_its_own():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), own_memory.used():
         y = x + 1
+        assert not own_memory._uses
     x.fill_(4)
     graph.replay()
     assert y.tolist() == [5.0] * 8

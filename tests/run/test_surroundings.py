@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import fxamp
-from fxamp.run import capturable, surroundings
+from fxamp.run import capturable, surroundings, unchanged
 from fxamp.run.surroundings import NUM_RIGHT, Glance, Surroundings
 from tests.run.tape import taped
 
@@ -219,6 +219,12 @@ class Several(optim.Optimizer):
         return ChainMap(*(part.state for part in self.parts))
 
 
+class Merged(Several):
+    @property
+    def state(self) -> Any:
+        return dict(super().state)
+
+
 class TupleOfGroups(optim.AdamW):
     @property
     def param_groups(self) -> Any:
@@ -232,7 +238,14 @@ class TupleOfGroups(optim.AdamW):
         self._groups = (*self._groups, param_group | {k: v for k, v in self.defaults.items() if k not in param_group})
 
 
-@pytest.mark.parametrize("kind", [lambda w: Several([w.optimizer]), lambda w: TupleOfGroups([nn.Parameter(torch.ones(2))])])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda w: Several([w.optimizer]),
+        lambda w: Merged([w.optimizer]),
+        lambda w: TupleOfGroups([nn.Parameter(torch.ones(2))]),
+    ],
+)
 def test_optimizers_with_other_containers_are_compared_in_python(kind: Callable[[Everything], optim.Optimizer]):
     world = Everything()
     world.surroundings.optimizer = kind(world)
@@ -243,14 +256,29 @@ def test_optimizers_with_other_containers_are_compared_in_python(kind: Callable[
     assert not glance.is_still_right()
 
 
-def test_an_order_that_guards_do_not_see_is_compared_in_python():
+def test_an_order_that_guards_do_not_know_is_compared_in_python():
+    """`del sequential[0]` leaves an `OrderedDict`."""
     world = Everything()
-    modules = OrderedDict(world.model._modules)
-    modules.move_to_end("f")
-    world.model._modules = modules
+    modules = world.model._modules = OrderedDict(world.model._modules)
     world.surroundings.refresh()
+    before, glance = world.surroundings.look(), Glance(world.surroundings)
+    assert all(glance.is_still_right() for _ in range(2 * NUM_RIGHT))
+    modules.move_to_end("f")
+    assert world.surroundings.look() != before
+    assert not glance.is_still_right()
+
+
+def test_what_cannot_be_noted_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Guards of another PyTorch may be others: it is then as slow as before, and right."""
+    monkeypatch.delattr(unchanged.Unchanged, "note_dict")
+    world, texts = Everything(), list[str]()
+    world.surroundings.note = texts.append
     glance = Glance(world.surroundings)
     assert all(glance.is_still_right() for _ in range(2 * NUM_RIGHT))
+    (text,) = texts
+    assert "compared in Python" in text
+    world.group["weight_decay"] = 0.5
+    assert not glance.is_still_right()
 
 
 def test_a_number_in_the_state_may_change():
@@ -315,8 +343,9 @@ def num_calls(num_layers: int, precision: str, monkeypatch: pytest.MonkeyPatch) 
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step = taped(fxamp.Amp(precision=precision, lower="aot_eager").train_step(model, F.mse_loss, optimizer), monkeypatch)
     batch = torch.randn(8, 4), torch.randn(8, 4)
-    for _ in range(5):
+    for _ in range(8):
         step(*batch)
+    assert (step._glance is not None and step._glance._unchanged is not None) == (NUM_RIGHT != surroundings.NUM_RIGHT)
     recordings = [recording for shape in step._shapes.values() for recording in shape.recordings.values()]
     assert len(recordings) == 1
     recordings[0].graph.replay = lambda: None  # the tape's operations are called from Python, a graph's are not
@@ -336,8 +365,10 @@ def num_calls(num_layers: int, precision: str, monkeypatch: pytest.MonkeyPatch) 
     return count
 
 
+@pytest.mark.parametrize("num_right", [NUM_RIGHT, 2])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_host_does_little_for_a_replay(precision: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_host_does_little_for_a_replay(precision: str, num_right: int, monkeypatch: pytest.MonkeyPatch):
     """On a small model the GPU waits for the host. What is looked at for each parameter is looked at in C."""
+    monkeypatch.setattr(surroundings, "NUM_RIGHT", num_right)
     few, many = (num_calls(n, precision, monkeypatch) for n in (4, 24))
     assert (many - few) / 40 < 3, "function calls a parameter"

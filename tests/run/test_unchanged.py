@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +33,7 @@ def noted(note: Callable[[Unchanged], object]) -> Unchanged:
     return unchanged
 
 
-@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda items: defaultdict(Thing, items)])
+@pytest.mark.parametrize("kind", [dict, lambda items: defaultdict(Thing, items)])
 @pytest.mark.parametrize(
     "change",
     [
