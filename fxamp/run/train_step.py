@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fxamp import errors
@@ -343,6 +344,8 @@ class TrainStep:
         if self._why_plain:
             self._leaves.refuse_hooks()
             return self._plain(batch, self._why_plain)
+        if self._glance is None and any(map(is_lazy, self._surroundings.owns())):
+            return self._plain(batch, "warming up")  # the first forward makes weights
         glance = self._look_around()
         if not glance.has_no_gradients():
             self._drop_gradients()  # somebody's, of which a replay knows nothing

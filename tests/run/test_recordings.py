@@ -713,3 +713,19 @@ def test_a_process_that_becomes_one_of_many_records_no_more(monkeypatch: pytest.
     with pytest.warns(fxamp.FxampWarning, match="torch.distributed was initialized after the step was made"):
         b.run(step)
     assert step.summary().num_replayed == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_that_the_first_forward_makes(precision: str, monkeypatch: pytest.MonkeyPatch):
+    def trained(*, is_recorded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        step = fxamp.Amp(precision=precision, lower="aot_eager").train_step(model, F.mse_loss, optimizer)
+        if is_recorded:
+            taped(step, monkeypatch)
+        losses = [step(x, y) for x, y in batches(CPU, 8)]
+        assert step.summary().num_replayed == (5 if is_recorded else 0)
+        return [*losses, *model.parameters()]
+
+    assert same(trained(is_recorded=True), trained(is_recorded=False))
