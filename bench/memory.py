@@ -89,9 +89,9 @@ def held(workload_name: str, system_name: str, *, with_holes: bool = False) -> H
         pools = tuple(pools_of(segments))
         if not with_holes:
             return Held(peak_reserved_mib=peak, pools=pools)
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
-        holders = holders_in(lasting(segments))
-        return Held(peak_reserved_mib=peak, pools=pools, holders=holders, holes=tuple(holes_of(segments, events)))
+        told: Any = torch.cuda.memory._snapshot()  # its type says too little
+        holes = holes_of(segments, told["device_traces"][0])
+        return Held(peak_reserved_mib=peak, pools=pools, holders=holders_in(lasting(segments)), holes=tuple(holes))
 
 
 def pools_of(segments: Sequence[dict[str, Any]]) -> list[Pool]:

@@ -86,7 +86,8 @@ def test_a_tensor_in_a_large_segment_is_named():
         large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         del large  # cached: the next one lies in it
         kept = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
-        holes = memory.holes_of(torch.cuda.memory_snapshot(), torch.cuda.memory._snapshot()["device_traces"][0])
+        told: Any = torch.cuda.memory._snapshot()
+        holes = memory.holes_of(torch.cuda.memory_snapshot(), told["device_traces"][0])
         holders = {code: hole for hole in holes for code, _ in hole.holders}
         (hole,) = (hole for code, hole in holders.items() if "test_a_tensor_in_a_large_segment_is_named" in code)
         assert hole.last.startswith("64 MiB, ")
