@@ -9,7 +9,6 @@ first time says nothing: the host waits then. Python on autograd's thread is in 
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import itertools
 import pstats
@@ -24,8 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import systems, workloads
-from bench.kernels import warmed_up
+from bench.kernels import parser_of, warmed_up
+from bench.measure import synchronize
 
 NUM_AHEAD: Final = 4
 """Steps that are launched at a time."""
@@ -94,8 +93,7 @@ def _functions(take: Callable[[int], None]) -> tuple[Function, ...]:
 
 
 def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronize("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def table(found: Mapping[str, Host], num_rows: int) -> Table:
@@ -114,9 +112,7 @@ def table(found: Mapping[str, Host], num_rows: int) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__)
-    parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
-    parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
+    parser = parser_of("host", __doc__)
     parser.add_argument("--rows", type=int, default=12, metavar="N", help="functions of each system (default 12)")
     given = parser.parse_args(arguments)
     found = {system: measured(given.workload, system) for system in given.systems}

@@ -81,11 +81,17 @@ def table(found: Mapping[str, Mapping[str, Kernel]], num_rows: int) -> Table:
     return out
 
 
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The command line of a module that looks closely at a workload on some systems."""
+    out = argparse.ArgumentParser(prog=f"python -m bench.{module}", description=about)
+    out.add_argument("workload", choices=sorted(workloads.all_workloads()))
+    out.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
+    return out
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
-    parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
+    parser = parser_of("kernels", __doc__)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="steps to profile (default 3)")
     parser.add_argument("--rows", type=int, default=40, metavar="N", help="kernels to list (default 40)")
     given = parser.parse_args(arguments)

@@ -10,7 +10,6 @@ allocator from giving them back.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 from collections import Counter
@@ -23,8 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench import systems, workloads
-from bench.kernels import warmed_up
+from bench.kernels import parser_of, warmed_up
 
 NUM_STEPS: Final = 3
 LARGE_MIB: Final = 64
@@ -211,9 +209,7 @@ def table(found: dict[str, Held]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
-    parser.add_argument("workload", choices=sorted(workloads.all_workloads()))
-    parser.add_argument("systems", nargs="+", choices=sorted(systems.all_systems()), metavar="SYSTEM")
+    parser = parser_of("memory", __doc__)
     parser.add_argument("--holes", action="store_true", help="list what lives on, and what is empty")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():

@@ -509,8 +509,8 @@ MUTANTS: Final = (
         ),
         (
             "glance: what never holds is noted",
-            "return unchanged if unchanged.holds() else None",
-            "return unchanged",
+            "        if unchanged.holds():\n",
+            "        if True:\n",
         ),
         ("glance: what is made anew is noted", "if not self._is_same_optimizer() or not all(", "if not all("),
         ("glance: orders that guards do not know", " or not all(map(_has_plain_order, dicts))", ""),

@@ -496,6 +496,7 @@ def _patched(
     graphs: Any, kernels: Any, run_of: Callable[[Any], contextlib.AbstractContextManager[_Run] | None]
 ) -> Generator[None]:
     here, call_graph, run_kernel = _Here(), graphs.__call__, kernels.run
+
     def call(code: Any, inputs: Any) -> Any:
         context = None if _overlap(inputs) else run_of(code)
         if context is None:

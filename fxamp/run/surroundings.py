@@ -180,7 +180,7 @@ class Glance:
         self._unchanged: Unchanged | None = None
         """What `_stands` compares, and that no weight has a hook, once it has been right so often that noting it pays."""
         self._ungraded: Unchanged | None = None
-        """What `has_no_gradients` compares."""
+        """What `has_no_gradients` compares, from then on."""
         self._groups = list(optimizer.param_groups)
         self._keys = list(map(list, self._groups))
         of_groups = [place for group in self._groups for place in capturable.held_fast(group)]
@@ -190,7 +190,6 @@ class Glance:
         """None where all of them are fixed."""
         if not all(_is_fixed(_get(place)) for place in of_groups):
             self._hyperparameters = capturable.hyperparameters(optimizer)
-        self._fixed_places = fixed
         self._spaces, self._names = [space for space, _ in fixed], [name for _, name in fixed]
         self._fixed = list(map(_get, fixed))
         """What cannot be another as long as it is the same object."""
@@ -235,22 +234,16 @@ class Glance:
         if not is_right and self._unchanged is not None:
             at.num_right *= 2
         if is_right and self._num_right == at.num_right and self._num_parts() <= MAX_NOTED:
-            self._unchanged = self._noted()
+            self._note()
             if self._unchanged is None:
                 at.num_right *= 2
         return is_right
 
     def has_no_gradients(self) -> bool:
         """Has no parameter or buffer a gradient? To be asked where the glance is right."""
-        if self._ungraded is not None and self._ungraded.holds():
-            return True
-        tensors = self._at.owns()
-        if not all(map(operator.is_, map(_GRAD, tensors), itertools.repeat(None))):
-            return False
-        if self._ungraded is None and self._unchanged is not None:
-            self._ungraded = Unchanged()
-            self._ungraded.note_without_gradient(tensors)
-        return True
+        if self._ungraded is not None:
+            return self._ungraded.holds()
+        return all(map(operator.is_, map(_GRAD, self._at.owns()), itertools.repeat(None)))
 
     def _look_up(self) -> list[Any]:
         return [place() for place in self._places]
@@ -275,29 +268,33 @@ class Glance:
         """Of what would be noted."""
         return len(self._fixed) + len(self._walks) + len(self._are_tensors) + 3 * len(self._parameters)
 
-    def _noted(self) -> Unchanged | None:
-        """What `_stands` compares, in C++, and that no weight has a hook. None where that cannot be had: where one has, or of
-        an optimizer that makes its state or groups anew whenever it is asked, or has other containers than PyTorch's."""
+    def _note(self) -> None:
+        """From now on compares in C++, unless that cannot be had: where a weight has a hook, and of an optimizer that makes
+        its state or groups anew whenever it is asked, or has other containers than PyTorch's."""
         _, state = self._in_optimizer
         dicts = [*self._walked, state, *state.values()]
         if not self._is_same_optimizer() or not all(map(_has_plain_order, dicts)):
-            return None
+            return
         try:
-            unchanged = self._note()
+            unchanged, ungraded = self._noted(), Unchanged()
+            ungraded.note_without_gradient(self._at.owns())
         except Exception as error:  # Dynamo's guards may be others in another PyTorch, and somebody's `__eq__` raise
             self._at.num_right = -1  # never again
             self._at.note(
                 f"train_step: what stands before a replay is compared in Python, which takes the host longer: {error!r}"
             )
-            return None
-        return unchanged if unchanged.holds() else None
+            return
+        if unchanged.holds():
+            self._unchanged, self._ungraded = unchanged, ungraded
 
-    def _note(self) -> Unchanged:
+    def _noted(self) -> Unchanged:
+        """What `_stands` compares, and that no weight has a hook."""
         unchanged, (groups, state) = Unchanged(), self._in_optimizer
         unchanged.note_list(groups)
         for group in groups:
             unchanged.note_list(group["params"])
-        unchanged.note_entries([*self._fixed_places, *((group, "params") for group in groups)])
+        fixed = zip(self._spaces, self._names, strict=True)
+        unchanged.note_entries([*fixed, *((group, "params") for group in groups)])
         for walked in self._walked:
             unchanged.note_dict(walked)
         unchanged.note_dict_of_dicts(state, Tensor)
