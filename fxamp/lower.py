@@ -302,7 +302,7 @@ def _inductor(
     observe = _Observer(coverage, settings.require_cuda_graphs) if settings.cuda_graphs else contextlib.nullcontext()
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
-        with observe, tf32.enabled() if settings.tf32 else contextlib.nullcontext():  # a backward may be compiled late
+        with observe, _switched(settings):  # a backward may be compiled late
             code = compile_fx_inner(*args, **kwargs)
         if settings.tf32:
             assert isinstance(code, CompiledFxGraph)
@@ -312,9 +312,14 @@ def _inductor(
 
     # A hit in AOTAutograd's cache would hand out the code without the switch around it. Inductor's own cache still hits.
     caches = functorch_config.patch(enable_autograd_cache=False) if settings.tf32 else contextlib.nullcontext()
-    with observe, caches:  # a hit in that cache is no compilation
+    # Passes over joint graphs ask for the switch too: padding is timed, and attention is fused, for products as they will be.
+    with observe, caches, _switched(settings):  # a hit in that cache is no compilation
         run = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return cast(Compiled, run)
+
+
+def _switched(settings: Settings) -> contextlib.AbstractContextManager[None]:
+    return tf32.enabled() if settings.tf32 else contextlib.nullcontext()
 
 
 # ---- CUDA graphs ----------------------------------------------------------------------------------------------------------

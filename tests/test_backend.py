@@ -12,9 +12,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import fxamp
-from fxamp import errors, joint
+from fxamp import errors, formats, joint, tf32
 from tests.programs import Fn, everything, mlp, pull, relative_error, small_models, step
 
 LOWERINGS = ("inductor", "aot_eager", "eager")
@@ -239,6 +240,19 @@ def test_on_error_eager_compiles_the_untouched_graph(monkeypatch: pytest.MonkeyP
 def test_require_on_a_cpu_is_an_error():
     with pytest.raises(Exception, match=r"ERROR\[CudaGraphsUnavailable\]"):
         torch.compile(mlp(8, 8), backend=fxamp.Amp(cuda_graphs="require"))(torch.randn(2, 8))
+
+
+def test_tf32_is_on_while_joint_graphs_are_rewritten(monkeypatch: pytest.MonkeyPatch):
+    """Inductor's passes over them ask for it: padding that is timed with fp32 products never pays."""
+    monkeypatch.setattr(formats, "native_support", lambda device, precision: (True, ""))
+    seen: list[bool] = []
+    note = lambda graph: seen.append(tf32.is_on("matmul"))  # noqa: E731  (Inductor wants something that it can hash)
+    for precision in ("fp32", "tf32"):
+        torch._dynamo.reset()
+        with inductor_config.patch(joint_custom_post_pass=note, fx_graph_cache=False):
+            torch.compile(nn.Linear(4, 4), backend=fxamp.Amp(precision=precision))(torch.randn(2, 4)).sum().backward()
+        assert not tf32.is_on("matmul"), "the switch leaked"
+    assert seen == [False, True]
 
 
 def test_tf32_on_a_cpu_is_fp32_with_the_reason():
