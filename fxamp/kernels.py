@@ -1,6 +1,8 @@
-"""Kernels of our own, for CUDA: one launch updates all parameters of a group. Imported only where there is a device for them.
+"""Kernels of our own, for CUDA: one launch updates all parameters of a group, two are a round of the loss scale. Imported only
+where there is a device for them.
 
-A kernel reads a table, int64 [number of blocks, COLUMNS], of addresses: what is updated together need not lie together.
+A kernel of an update reads a table, int64 [number of blocks, COLUMNS], of addresses: what is updated together need not lie
+together.
 """
 # ruff: noqa: ANN001, ANN201, ANN202  (arguments are Triton's)
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownParameterType=false
@@ -9,8 +11,10 @@ A kernel reads a table, int64 [number of blocks, COLUMNS], of addresses: what is
 
 from __future__ import annotations
 
-from typing import Final
+import contextlib
+from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
 
@@ -120,3 +124,97 @@ def sgd(
             _sgd_block(
                 row, n, rate, factor, momentum, dampening, weight_decay, GRAD, LOW, MOMENTUM, NESTEROV, True, BLOCK
             )
+
+
+# ---- the loss scale -------------------------------------------------------------------------------------------------------
+SLOTS: Final = 1024
+"""Of flags, that are looked at together."""
+
+NUM_WARPS_OF_SLOTS: Final = 1
+"""A warp loads a number before it stores another in its place; two would not wait for each other."""
+
+# None of the arguments makes a kernel of its own: what was not loaded before cannot be while a step is recorded.
+_LOOK: Final = ("store", "mine", "others", "found_at", "out", "num_slots", "has_others", "has_found")
+
+
+@triton.jit(do_not_specialize=_LOOK, do_not_specialize_on_alignment=_LOOK)
+def look(store, mine, others, found_at, out, num_slots, has_others, has_found, BLOCK: tl.constexpr):
+    """What `Flags.look` does, with one program. store: fp32 [num_slots]; mine, others: bool [num_slots]; found_at: fp32 [];
+    out: fp32 [3]."""
+    bad = tl.zeros([BLOCK], tl.float32)
+    anywhere, largest = bad, bad
+    for start in range(0, num_slots, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        is_there = at < num_slots
+        magnitude = tl.load(store + at, is_there, 0.0)
+        is_bad = (magnitude < float("inf")) == 0
+        counts = tl.load(others + at, is_there & (has_others != 0), 0) == 0
+        bad = tl.where(is_bad & (tl.load(mine + at, is_there, 0) != 0), 1.0, bad)
+        anywhere = tl.where(is_bad & counts, 1.0, anywhere)
+        largest = tl.maximum(largest, tl.where(counts & (is_bad == 0), magnitude, 0.0))
+    found = tl.load(found_at, has_found != 0, 0.0)
+    tl.store(out, tl.maximum(tl.max(bad, 0), found))
+    tl.store(out + 1, tl.maximum(tl.max(anywhere, 0), found))
+    tl.store(out + 2, tl.max(largest, 0))
+
+
+_SETTLE: Final = (
+    "store", "record", "num_slots", "overflowed_at", "largest_at", "scale_at", "tracker_at", "patience_at",
+    "num_calibrating_at", "is_calibrating_at", "history", "num_updates_at", "untold_at", "at_floor_at", "rule", "moves",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SETTLE, do_not_specialize_on_alignment=_SETTLE)
+def settle(
+    store, record, num_slots, overflowed_at, largest_at, scale_at, tracker_at, patience_at, num_calibrating_at,
+    is_calibrating_at, history, num_updates_at, untold_at, at_floor_at, rule, moves,
+    NUM_REMEMBERED: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, DYNAMIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What `Flags.clear` and `LossScale.update` do with one scale and no regions, with one program.
+
+    store: fp32 [num_slots]; record: fp32 [3, num_slots]; history: fp32 [3, NUM_REMEMBERED]; rule: fp64 [7], as
+    `LossScale.rule`; the others are as there.
+    """
+    scale, overflowed, num_updates = tl.load(scale_at), tl.load(overflowed_at), tl.load(num_updates_at)
+    is_bad = overflowed > 0
+    for start in range(0, num_slots, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        is_there = at < num_slots
+        magnitude = tl.load(store + at, is_there, 0.0)
+        is_finite = magnitude < float("inf")
+        is_lost = (magnitude > 0) & (magnitude * scale < SMALLEST_NORMAL)
+        overflows, lost = record + at, record + num_slots + at
+        tl.store(overflows, tl.load(overflows, is_there, 0.0) + tl.where(is_finite, 0.0, 1.0), is_there)
+        tl.store(lost, tl.load(lost, is_there, 0.0) + tl.where(is_lost, 1.0, 0.0), is_there)
+        tl.store(store + at, tl.zeros([BLOCK], tl.float32), is_there)
+    column = history + num_updates % NUM_REMEMBERED
+    tl.store(column, scale)
+    tl.store(column + NUM_REMEMBERED, overflowed)
+    tl.store(column + 2 * NUM_REMEMBERED, tl.load(largest_at))
+    tl.store(num_updates_at, num_updates + 1)
+    tl.store(untold_at, tl.maximum(tl.load(untold_at), overflowed))
+    floor = tl.load(rule + 2)
+    if DYNAMIC:
+        tl.store(at_floor_at, tl.where(is_bad & (scale <= floor.to(tl.float32)), 1.0, 0.0))
+    if moves != 0:
+        is_calibrating = tl.load(is_calibrating_at) * overflowed
+        tl.store(is_calibrating_at, is_calibrating)
+        tl.store(num_calibrating_at, tl.load(num_calibrating_at) + is_calibrating)
+        if DYNAMIC:
+            exact = scale.to(tl.float64)
+            patience = tl.load(patience_at) - overflowed
+            tracker = tl.where(is_bad, 0.0, tl.load(tracker_at) + 1)
+            grows = tracker == tl.load(rule + 4).to(tl.float32)
+            grown = exact * tl.load(rule)
+            moved = tl.where(grows & (grown < tl.load(rule + 6)), grown, exact)
+            moved = tl.where(is_bad & (patience <= 0), exact * tl.load(rule + 1), moved)
+            moved = tl.minimum(tl.maximum(moved, floor), tl.load(rule + 3))
+            tl.store(scale_at, moved.to(tl.float32))
+            tl.store(tracker_at, tl.where(grows, 0.0, tracker))
+            tl.store(patience_at, tl.where(grows, tl.load(rule + 5).to(tl.float32), patience))
+
+
+def launch_over_slots(kernel: Any, device: torch.device, *args: object, **constants: object) -> None:
+    """Launches `look` or `settle`, on the current stream of a device."""
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        kernel[(1,)](*args, **constants, BLOCK=SLOTS, num_warps=NUM_WARPS_OF_SLOTS)

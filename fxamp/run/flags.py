@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from fxamp.ops import SMALLEST_NORMAL
 from fxamp.run import recorder
@@ -67,6 +68,11 @@ class Aside:
 
     tensors: tuple[Tensor, ...]
     arrivals: set[int]
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Is there a Triton for our kernels?"""
+    return device.type == "cuda" and has_triton()
 
 
 class Flags:
@@ -208,6 +214,34 @@ class Flags:
     def overflow_of(self, parameters: Iterable[int]) -> Tensor:
         """fp32 [], 1 if a gradient of one of these parameters, by id, overflowed, else 0."""
         return ((self._store < math.inf) < self._mask(parameters)).any().to(torch.float32)
+
+    def look(self, owners: Collection[int], others: Collection[int], found: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`overflow_of` these parameters, by id, and `any_overflow` and `largest` but of `others`; the first two, 1 where
+        `found`, fp32 [], is. In one launch where that can be."""
+        if self.has_kernels:
+            from fxamp import kernels  # Triton, which comes with PyTorch for CUDA
+
+            out, mine = torch.empty(3, device=self.device), self._mask(owners)
+            kernels.launch_over_slots(
+                kernels.look, self.device, self._store, mine, self._mask(others) if others else mine,
+                out if found is None else found, out, len(self._store), int(bool(others)), int(found is not None),
+            )  # fmt: skip
+            bad, anywhere, largest = out.unbind()
+            return bad, anywhere, largest
+        bad, anywhere = self.overflow_of(owners), self.any_overflow(but=others)
+        if found is not None:
+            bad, anywhere = torch.maximum(bad, found), torch.maximum(anywhere, found)
+        return bad, anywhere, self.largest(but=others)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Can one launch do what is many operations of PyTorch, each a launch?"""
+        return not len(self._overflowed_regions) and kernels_run_on(self.device)
+
+    @property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Of each slot, its magnitude, fp32 [n], and its record, fp32 [3, n]."""
+        return self._store, self._record
 
     def clear(
         self, scale: Tensor, owners: Collection[int] | None = None, *, but: Collection[int] = (), told: Tensor | None = None

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxamp import errors
+from fxamp.ops import SMALLEST_NORMAL
 from fxamp.run.health import NUM_BEFORE_SPIKE, Update
 from fxamp.scaling import UNATTACHED, DynamicScale, Scaling
+
+if TYPE_CHECKING:
+    from fxamp.run.flags import Flags
 
 NUM_REMEMBERED: Final = 256
 """Updates whose scale and overflow stay on record, for whoever asks how the scale has moved."""
@@ -62,6 +66,15 @@ def next_states(state: State, overflowed: Tensor, by_region: Tensor, config: Dyn
     return State(*(torch.where(is_held, before, after) for before, after in zip(state, moved, strict=True)))
 
 
+def _rule_of(config: Scaling, device: torch.device) -> Tensor:
+    """The numbers of `next_state` as its kernel reads them, fp64 [7]; zeros where the scale does not move."""
+    numbers = [0.0] * 7
+    if isinstance(config, DynamicScale):
+        factors, bounds = (config.growth_factor, config.backoff_factor), (config.floor, config.cap)
+        numbers = [*factors, *bounds, config.growth_interval_steps, config.hysteresis_steps, BEYOND_FP32]
+    return torch.tensor(numbers, dtype=torch.float64).to(device)
+
+
 def _ratios_of_newest(magnitudes: Tensor) -> Tensor:
     """The last of some magnitudes, fp32 [m, n], over the median of those before, [m]; 0 is one that is not known. -1: too few
     are."""
@@ -104,13 +117,16 @@ class LossScale:
         """fp32 [], 1 if a gradient has overflowed since the last `signs`, 0 if none has; -1: none came."""
         self.at_floor: Final = torch.zeros((), device=device)
         """fp32 [], 1 if gradients overflowed in the last update, and the scale could not fall further."""
+        self._rule = _rule_of(config, device)
+        self.one: Final = torch.ones((), device=device)
+        """fp32 []. Made once, not by a launch in each step."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All of it. Each stays where it is."""
         return (
             self.scale, self._tracker, self._patience, self.num_skipped, self.num_calibrating, self._is_calibrating,
-            self._history, self.num_updates, self._columns, self._untold, self.at_floor,
+            self._history, self.num_updates, self._columns, self._untold, self.at_floor, self._rule, self.one,
         )  # fmt: skip
 
     def wait_for_attached(self) -> None:
@@ -159,6 +175,20 @@ class LossScale:
                 else next_state(before, overflowed, self.config)
             )
             torch._foreach_copy_(list(before), list(after))
+
+    def settle(self, flags: Flags, overflowed: Tensor, largest: Tensor, *, moves: bool) -> None:
+        """`update`, where there are no regions, and the clearing of these flags, which has to come before it: one launch. All
+        is on the device of the flags, which has kernels."""
+        from fxamp import kernels  # Triton, which comes with PyTorch for CUDA
+
+        store, record = flags.slots
+        kernels.launch_over_slots(
+            kernels.settle, flags.device, store, record, len(store), overflowed, largest, self.scale, self._tracker,
+            self._patience, self.num_calibrating, self._is_calibrating, self._history, self.num_updates, self._untold,
+            self.at_floor, self._rule, int(moves),
+            NUM_REMEMBERED=NUM_REMEMBERED, SMALLEST_NORMAL=SMALLEST_NORMAL, DYNAMIC=isinstance(self.config, DynamicScale),
+        )  # fmt: skip
+        flags.arrivals.clear()
 
     @torch.no_grad()
     def note_overflow(self, overflowed: Tensor) -> None:

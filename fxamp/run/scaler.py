@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import operator
 import weakref
@@ -341,15 +342,17 @@ class Scaler:
         ids = skipping.ids(optimizer)
         others = self._others_than(ids)  # theirs count when they step: an overflow lowers the scale once
         state = self.state_on(device)
-        bad = _any_not_finite(gradients, device)
-        anywhere, largest, by_region = bad, torch.zeros((), device=device), torch.zeros((2, len(self.regions)), device=device)
-        for flags in self._flags.values():
-            if flags.arrivals:
-                bad = torch.maximum(bad, flags.overflow_of(ids).to(device, non_blocking=True))
-                largest = torch.maximum(largest, flags.largest(but=others).to(device, non_blocking=True))
-                anywhere = torch.maximum(anywhere, flags.any_overflow(but=others).to(device, non_blocking=True))
-                if self.regions:
-                    by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
+        found = _any_not_finite(gradients, device, state.one)
+        arrived = [flags for flags in self._flags.values() if flags.arrivals]
+        told = [flags.look(ids, others, _moved(found, flags.device)) for flags in arrived]
+        if not told:
+            nothing = torch.zeros((), device=device)
+            told = [(nothing, nothing, nothing) if found is None else (found, found, nothing)]
+        here = [[x.to(device, non_blocking=True) for x in same] for same in zip(*told, strict=True)]
+        bad, anywhere, largest = (functools.reduce(torch.maximum, same) for same in here)
+        by_region = torch.zeros((2, len(self.regions)), device=device)
+        for flags in arrived if self.regions else ():
+            by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
         if self._dropped is not None:
             told = (x.to(device, non_blocking=True) for x in self._dropped)
             anywhere, largest, by_region = map(torch.maximum, (anywhere, largest, by_region), told)
@@ -358,7 +361,7 @@ class Scaler:
         if self.regions:
             self._note_by_region(by_region.to(state.scale.device, non_blocking=True))
         self._note_largest(largest.to(state.scale.device, non_blocking=True))
-        self._note_overflow(torch.maximum(bad, anywhere).to(state.scale.device, non_blocking=True))
+        self._note_overflow(anywhere.to(state.scale.device, non_blocking=True))  # which is 1 wherever `bad` is
         return bad
 
     def _note_dropped(self, overflowed: Tensor, largest: Tensor, by_region: Tensor) -> None:
@@ -464,11 +467,14 @@ class Scaler:
             for flags in self._flags.values():
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
-        if clears:
-            for flags in self._flags.values():
-                flags.clear(self.scale_on(flags.device))
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
-        state.update(overflowed, largest, by_region=self._by_region, moves=self._precisions.tests_scale())
+        moves, flags = self._precisions.tests_scale(), list(self._flags.values())
+        if clears and len(flags) == 1 and flags[0].has_kernels and flags[0].device == state.scale.device:
+            state.settle(flags[0], overflowed, largest, moves=moves)
+        else:
+            for of in flags if clears else ():
+                of.clear(self.scale_on(of.device))
+            state.update(overflowed, largest, by_region=self._by_region, moves=moves)
         self._refresh_replicas()
         self._overflowed = self._largest = self._by_region = None
         self._stepped.clear()
@@ -615,18 +621,23 @@ def _rank() -> int | None:
     return distributed.get_rank() if ranks.is_one_of_many() else None
 
 
-def _any_not_finite(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0. One call a device, GradScaler's, which multiplies by 1 in place:
-    through `data`, for a gradient may be saved for somebody's backward; and not through what is expanded."""
-    found = torch.zeros((), device=device)
+def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if x is None else x.to(device, non_blocking=True)
+
+
+def _any_not_finite(gradients: Sequence[Tensor], device: torch.device, one: Tensor) -> Tensor | None:
+    """fp32 [], 1 if a gradient holds an inf or a NaN, else 0; None: there is no gradient. One call a device, GradScaler's,
+    which multiplies by `one`, fp32 [], in place: through `data`, for a gradient may be saved for somebody's backward; and not
+    through what is expanded."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         numbers = ops.numbers_of(gradient)
         numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
         overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]
         by_device.setdefault(numbers.device, []).append(numbers.clone().contiguous() if overlaps else numbers.data)
+    found = list[Tensor]()
     for place, together in by_device.items():
-        flag, one = torch.zeros((), device=place), torch.ones((), device=place)
-        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one)
-        found = torch.maximum(found, flag.to(device, non_blocking=True))
-    return found
+        flag = torch.zeros((), device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one.to(place, non_blocking=True))
+        found.append(flag.to(device, non_blocking=True))
+    return functools.reduce(torch.maximum, found) if found else None

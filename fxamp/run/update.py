@@ -113,9 +113,8 @@ class FusedUpdate:
         steps = [state["step"] for g in gradients if "step" in (state := self._optimizer.state[g.parameter])]
         if steps and overflowed is None:
             torch._foreach_add_(steps, 1.0)
-        elif steps:
-            taken = (overflowed == 0).to(torch.float32)
-            torch._foreach_add_(steps, [taken] * len(steps))  # one tensor for all would be read by the host
+        elif steps and overflowed is not None:
+            torch._foreach_add_(steps, [1 - overflowed] * len(steps))  # one tensor for all would be read by the host
         factors = _factors(gradients, one if inverse_scale is None else inverse_scale, one, clip)
         overflowed = zero if overflowed is None else overflowed
         by_parameter = {id(g.parameter): g for g in gradients}
