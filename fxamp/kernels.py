@@ -160,14 +160,14 @@ def look(store, mine, others, found_at, out, num_slots, has_others, has_found, B
 
 _SETTLE: Final = (
     "store", "record", "num_slots", "overflowed_at", "largest_at", "scale_at", "tracker_at", "patience_at",
-    "num_calibrating_at", "is_calibrating_at", "history", "num_updates_at", "untold_at", "at_floor_at", "rule", "moves",
+    "num_calibrating_at", "is_calibrating_at", "history", "num_updates_at", "untold_at", "num_at_floor_at", "rule", "moves",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SETTLE, do_not_specialize_on_alignment=_SETTLE)
 def settle(
     store, record, num_slots, overflowed_at, largest_at, scale_at, tracker_at, patience_at, num_calibrating_at,
-    is_calibrating_at, history, num_updates_at, untold_at, at_floor_at, rule, moves,
+    is_calibrating_at, history, num_updates_at, untold_at, num_at_floor_at, rule, moves,
     NUM_REMEMBERED: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, DYNAMIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What `Flags.clear` and `LossScale.update` do with one scale and no regions, with one program.
@@ -195,7 +195,8 @@ def settle(
     tl.store(untold_at, tl.maximum(tl.load(untold_at), overflowed))
     floor = tl.load(rule + 2)
     if DYNAMIC:
-        tl.store(at_floor_at, tl.where(is_bad & (scale <= floor.to(tl.float32)), 1.0, 0.0))
+        is_stuck = is_bad & (scale <= floor.to(tl.float32))
+        tl.store(num_at_floor_at, tl.load(num_at_floor_at) + tl.where(is_stuck, 1.0, 0.0))
     if moves != 0:
         is_calibrating = tl.load(is_calibrating_at) * overflowed
         tl.store(is_calibrating_at, is_calibrating)

@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 
 import fxamp
 from fxamp import errors
+from fxamp.run.mailbox import Mailbox
 from tests.programs import Fn, everything, mlp, small_models
 
 
@@ -481,3 +482,22 @@ def test_a_scale_at_its_floor_raises_the_precision():
         warnings.simplefilter("error")
         step()
     assert amp.read_skipped_steps() == skipped
+
+
+def test_what_was_told_of_the_floor_before_the_precision_rose_does_not_raise_it_again():
+    """On an accelerator answers are on their way for some steps."""
+    amp = switching("fp16", "bf16", "fp32", scaling=fxamp.DynamicScale(init=1.0, at_floor="raise precision"))
+    parameter = nn.Parameter(torch.zeros(4))
+    optimizer = optim.SGD([parameter], lr=1e-3)
+    amp.attach(optimizer)
+    assert amp._scaler is not None
+    amp._scaler._at_floor = Mailbox(2)
+    found: list[str] = []
+    for step in range(12):
+        parameter.grad = torch.full((4,), torch.inf if step in (0, 1, 2, 6) else 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.step()
+        found.append(amp.precisions["model"])
+    # Heard of at step 2 is the overflow of step 0; those of steps 1 and 2 are on their way. That of step 6 is another matter.
+    assert found == ["fp16"] * 2 + ["bf16"] * 6 + ["fp32"] * 4

@@ -523,6 +523,37 @@ MUTANTS: Final = (
         ),
     ),
     *_each(
+        "fxamp/run/surroundings.py",
+        ("tests/run/test_surroundings.py",),
+        ("settled: for good", "if now is not None and now == self._settlement:", "if now is not None:"),
+        ("settled: asked every time", "        self._settlement = now\n", ""),
+    ),
+    *_each(
+        "fxamp/run/flags.py",
+        ("tests/run/test_flags.py",),
+        (
+            "settled: new slots",
+            "        self._is_stale = True\n        self.num_changes += 1\n        released =",
+            "        self._is_stale = True\n        released =",
+        ),
+        (
+            "settled: free slots",
+            "        self._is_stale = True\n        self.num_changes += 1\n        self._released",
+            "        self._is_stale = True\n        self._released",
+        ),
+        (
+            "settled: forgotten masks",
+            "            self._masks.pop(owners, None)\n            self.num_changes += 1\n",
+            "            self._masks.pop(owners, None)\n",
+        ),
+    ),
+    *_each(
+        "fxamp/run/scaler.py",
+        ("tests/run/test_flags.py", "tests/test_variants.py"),
+        ("settled: other optimizers", "        if len(self._attached) > 1:\n            return None\n", ""),
+        ("floor: answers from before", "        if self._num_stale:\n", "        if False:\n"),
+    ),
+    *_each(
         "fxamp/run/train_step.py",
         ("tests/run/test_own_memory.py",),
         ("own memory: of all updates", "            self._has_taken = True\n", ""),

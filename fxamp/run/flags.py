@@ -106,6 +106,8 @@ class Flags:
         """Which slots belong to some parameters, by their ids. What is recorded reads them: each stays where it is while the
         store does, and is written anew before it is read if slots have changed hands."""
         self._is_stale = False
+        self.num_changes = 0
+        """Of what `settled` returns, or makes ready."""
         self.watch: Final = Watch(device, regions)
         self.arrivals: Final[set[int]] = set()
         """Ids of the parameters whose gradients have arrived, and are not cleared."""
@@ -138,6 +140,7 @@ class Flags:
     def _room_for(self, owners: list[int | None], names: Sequence[str]) -> slice:
         """Slots with these owners and names, with nothing in them and nothing on record."""
         self._is_stale = True
+        self.num_changes += 1
         released = self._released.get(len(owners))
         if released:
             span = released.pop()
@@ -158,6 +161,7 @@ class Flags:
         """A probe is gone: its slots are free."""
         self._owners[span] = [None] * (span.stop - span.start)
         self._is_stale = True
+        self.num_changes += 1
         self._released.setdefault(span.stop - span.start, []).append(span)
 
     def forget(self, key: tuple[Any, ...], owner: int) -> None:
@@ -166,6 +170,7 @@ class Flags:
         self.arrivals.discard(owner)
         for owners in [owners for owners in self._masks if owner in owners]:
             self._masks.pop(owners, None)
+            self.num_changes += 1
 
     @torch.no_grad()  # with create_graph=True a gradient has a history
     def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
@@ -309,6 +314,7 @@ class Flags:
             if recorder.is_recording():
                 raise RuntimeError("a step is recorded whose flags are not settled")
             found = self._masks[wanted] = _on(self.device, self._belong(wanted))
+            self.num_changes += 1
         return found
 
     def _belong(self, owners: Collection[int]) -> Tensor:

@@ -115,8 +115,8 @@ class LossScale:
         self._columns = torch.arange(NUM_REMEMBERED, device=device)
         self._untold = torch.full((), -1.0, device=device)
         """fp32 [], 1 if a gradient has overflowed since the last `signs`, 0 if none has; -1: none came."""
-        self.at_floor: Final = torch.zeros((), device=device)
-        """fp32 [], 1 if gradients overflowed in the last update, and the scale could not fall further."""
+        self.num_at_floor: Final = torch.zeros((), dtype=torch.float64, device=device)
+        """Updates in which gradients overflowed, and the scale could not fall further."""
         self._rule = _rule_of(config, device)
         self.one: Final = torch.ones((), device=device)
         """fp32 []. Made once, not by a launch in each step."""
@@ -126,7 +126,8 @@ class LossScale:
         """All of it. Each stays where it is."""
         return (
             self.scale, self._tracker, self._patience, self.num_skipped, self.num_calibrating, self._is_calibrating,
-            self._history, self.num_updates, self._columns, self._untold, self.at_floor, self._rule, self.one,
+            self._history, self.num_updates, self._columns, self._untold, self.num_at_floor, self._rule,
+            self.one,
         )  # fmt: skip
 
     def wait_for_attached(self) -> None:
@@ -159,7 +160,7 @@ class LossScale:
         fell = overflowed if made is None or not self.is_per_region else made
         if isinstance(self.config, DynamicScale):
             stuck = fell * (self._writable <= self.config.floor)
-            self.at_floor.copy_(stuck.amax() if self.is_per_region else stuck)
+            self.num_at_floor.add_(stuck.amax() if self.is_per_region else stuck)
         self._history.index_copy_(2, self.num_updates % NUM_REMEMBERED, facts.unsqueeze(2))
         self.num_updates.add_(1)
         self.note_overflow(overflowed)
@@ -185,7 +186,7 @@ class LossScale:
         kernels.launch_over_slots(
             kernels.settle, flags.device, store, record, len(store), overflowed, largest, self.scale, self._tracker,
             self._patience, self.num_calibrating, self._is_calibrating, self._history, self.num_updates, self._untold,
-            self.at_floor, self._rule, int(moves),
+            self.num_at_floor, self._rule, int(moves),
             NUM_REMEMBERED=NUM_REMEMBERED, SMALLEST_NORMAL=SMALLEST_NORMAL, DYNAMIC=isinstance(self.config, DynamicScale),
         )  # fmt: skip
         flags.arrivals.clear()

@@ -20,18 +20,22 @@ class Mailbox:
     ahead. Without `lag_steps` that is `LAG_STEPS` on an accelerator, and 0 on the CPU, where nothing runs ahead.
     """
 
-    def __init__(self, lag_steps: int | None = None) -> None:
-        self._lag_steps = lag_steps
+    def __init__(self, lag_steps: int | None = None, *, every: int = 1) -> None:
+        """Args: every: on an accelerator, where each costs the host a copy and an event, one in so many is sent off."""
+        self._lag_steps, self._every, self._num_posts = lag_steps, every, 0
         self._posted: deque[_Message] = deque()
         self._spare: list[_Message] = []
         """Read: to be sent off again, for pinned memory and events are dear."""
 
     def post(self, values: Tensor) -> Tensor | None:
         """Sends off values, of any shape, and returns those that arrive with it, on the host; None while none have."""
+        self._num_posts += 1
+        if values.is_cuda and self._num_posts % self._every:
+            return None
         self._posted.append(self._send(values))
         lag = self._lag_steps
         if lag is None:
-            lag = LAG_STEPS if values.is_cuda else 0
+            lag = LAG_STEPS // self._every if values.is_cuda else 0
         if len(self._posted) <= lag:
             return None
         message = self._posted.popleft()

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +21,7 @@ from fxamp.run.attachment import Attachment
 from fxamp.run.flags import Flags, ProbedGraph
 from fxamp.run.health import AT_FLOOR, Finding, Slot, findings
 from fxamp.run.loss_scale import LossScale
-from fxamp.run.mailbox import Mailbox
+from fxamp.run.mailbox import LAG_STEPS, Mailbox
 from fxamp.run.schedule import SteppedSchedule
 from fxamp.run.skipping import Route
 from fxamp.run.variants import Precisions
@@ -84,8 +84,11 @@ class Scaler:
         self._dropped: tuple[Tensor, Tensor, Tensor] | None = None
         """The same three of gradients that nobody used, which this rank alone knows of: all agree on them in the next step.
         Where there are no other ranks, they are noted at once."""
-        self._at_floor = Mailbox()
-        self._told_of_floor = False
+        self._at_floor, self._told_of_floor = Mailbox(every=LAG_STEPS), False
+        self._num_at_floor = 0.0
+        """Updates at the floor of the scale that the host has learned of."""
+        self._num_stale = 0
+        """Messages on their way that were sent before the precision was raised because of others."""
         stepping.before().add(self)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -245,6 +248,18 @@ class Scaler:
         nothing of it can be made while the step is recorded. A step that is recorded has to be recorded anew where one of them
         is another."""
         return self._attached[optimizer].settled(optimizer) if optimizer in self._attached else ()
+
+    def settlement(self, optimizer: Optimizer) -> Hashable:
+        """Equal as long as `settled` has nothing to make ready and returns the same, for an attached optimizer whose
+        parameters are the same; None: ask it. Costs the host less."""
+        return self._attached[optimizer].settlement() if optimizer in self._attached else ()
+
+    @property
+    def num_changes(self) -> int | None:
+        """Of what `settled_for` returns, or makes ready, and of the devices where that is; None: of other optimizers too."""
+        if len(self._attached) > 1:
+            return None
+        return len(self._replicas) + len(self._flags) + sum([flags.num_changes for flags in self._flags.values()])
 
     def settled_for(self, ids: frozenset[int], device: torch.device) -> tuple[Tensor, ...]:
         """See `settled`; parameters by id, and where they are."""
@@ -482,11 +497,17 @@ class Scaler:
             self.ask_for_floor()
 
     def ask_for_floor(self) -> None:
-        """Sends for the answer whether the scale is stuck at its floor, and acts on the one that arrives."""
-        if isinstance(self.config, DynamicScale):
-            arrived = self._at_floor.post(self.state().at_floor)
-            if arrived is not None and float(arrived):
-                self._tell_of_floor()
+        """Asks how often the scale was stuck at its floor, and acts where the answer that arrives is another than the last."""
+        if not isinstance(self.config, DynamicScale):
+            return
+        arrived = self._at_floor.post(self.state().num_at_floor)
+        if arrived is None:
+            return
+        before, self._num_at_floor = self._num_at_floor, float(arrived)
+        if self._num_stale:
+            self._num_stale -= 1
+        elif self._num_at_floor > before:
+            self._tell_of_floor()
 
     def _refresh_replicas(self) -> None:
         for replica in self._replicas.values():
@@ -497,6 +518,7 @@ class Scaler:
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
         way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
         if self.config.at_floor == "raise precision" and self._precisions.raise_all():
+            self._num_stale = self._at_floor.num_waiting
             self._warn(f"{what}: the next higher precision takes over")
             return
         if self.config.at_floor == "raise":

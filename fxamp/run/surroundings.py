@@ -71,9 +71,11 @@ class Surroundings:
         loss_fn: Callable[..., Any] | None,
         settled: Callable[[], Sequence[Tensor]],
         note: Callable[[str], object] = warnings.warn,
+        settlement: Callable[[], Hashable] = lambda: None,
     ) -> None:
         """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes; note: tells the
-        user."""
+        user; settlement: as `Scaler.settlement`."""
+        self.settlement = settlement
         self._find, self.optimizer, self._loss_fn, self.settled = modules, optimizer, loss_fn, settled
         self.note = note
         self.modules: Sequence[nn.Module] = ()
@@ -204,6 +206,8 @@ class Glance:
         states = list(at.states())
         self._are_tensors = [isinstance(state, Tensor) for state in states]
         self._states = list(itertools.compress(states, self._are_tensors))
+        self._settlement: Hashable = None
+        """At which `_settled` was there last; None: it has to be asked for."""
         self._settled = at.settled()
         self._seen = [x for x in (*self._walks, *found) if isinstance(x, Tensor)]
         self._layouts = writes.layouts(self._seen)
@@ -224,7 +228,7 @@ class Glance:
             and (self._hyperparameters is None or self._hyperparameters == capturable.hyperparameters(at.optimizer))
             and _are_same(self._found, found)
             and self._by_value == list(map(_frozen, found))
-            and _are_same(self._settled, at.settled())
+            and self._is_settled()
             and self._layouts == writes.layouts(self._seen)
             and self._starts == list(map(Tensor.data_ptr, self._tensors))  # none of them is marked (see `writes`)
             and self._addresses == writes.addresses(self._subclassed)
@@ -238,6 +242,14 @@ class Glance:
             if self._unchanged is None:
                 at.num_right *= 2
         return is_right
+
+    def _is_settled(self) -> bool:
+        """Is everything of loss scaling ready, and where it was? The parameters of the optimizer are the same."""
+        now = self._at.settlement()  # first: slots may change hands at any time
+        if now is not None and now == self._settlement:
+            return True
+        self._settlement = now
+        return _are_same(self._settled, self._at.settled())
 
     def has_no_gradients(self) -> bool:
         """Has no parameter or buffer a gradient? To be asked where the glance is right."""

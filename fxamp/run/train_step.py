@@ -208,7 +208,9 @@ class TrainStep:
         self._own_memory = OwnMemory(self._device)
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else (), self._own_memory)
-        self._surroundings = Surroundings(task.modules, task.optimizer, task.loss_fn, self._settled, note)
+        self._surroundings = Surroundings(
+            task.modules, task.optimizer, task.loss_fn, self._settled, note, settlement=self._settlement
+        )
         self._objective, self._listener = task.objective(), Listener(backend, self._leaves)
         self._loss = torch.compile(self._objective, backend=self._listener.backend())
         self._update: FusedUpdate | None = None
@@ -586,6 +588,9 @@ class TrainStep:
     def _settled(self) -> tuple[Tensor, ...]:
         """What loss scaling reads and writes."""
         return () if self._scaler is None else self._scaler.settled(self._task.optimizer)
+
+    def _settlement(self) -> Hashable:
+        return () if self._scaler is None else self._scaler.settlement(self._task.optimizer)
 
     def _place(self) -> Hashable:
         """What may change without anything being recorded anew for good: a recording for each."""

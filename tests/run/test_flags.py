@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,55 @@ def test_slots_of_probes_that_are_gone_belong_to_nobody():
     flags.settled([owner])
     assert not bool(mask.any())
     assert flags._mask([owner]) is mask
+
+
+def test_what_is_settled_is_another_only_where_a_change_was_counted():
+    """A train step asks for it anew only then."""
+    flags, (a, b) = Flags(CPU), (torch.zeros(1), torch.zeros(1))
+    found, changes = flags.settled([id(a)]), [flags.num_changes]
+
+    def settles() -> None:
+        """Something has changed, and was counted."""
+        nonlocal found
+        assert flags.num_changes not in changes
+        found = flags.settled([id(a)])
+        changes.append(flags.num_changes)
+        again = flags.settled([id(a)])
+        assert all(x is y for x, y in zip(found, again, strict=True))
+        assert flags.num_changes == changes[-1], "asking changes nothing"
+
+    flags.probe(of_two(0), [a, b])
+    settles()
+    kept = [torch.zeros(1) for _ in range(ROOM_AT_FIRST)]
+    flags.probe(of_two(1), kept[:2])
+    settles()
+    many = ProbedGraph(
+        index=2,
+        positions=tuple(range(len(kept))),
+        names=("x",) * len(kept),
+        are_parameters=(True,) * len(kept),
+        has_shares=False,
+    )
+    flags.probe(many, kept)  # the store grows
+    settles()
+    del kept  # slots become free
+    gc.collect()
+    settles()
+    before = found
+    flags.forget((9, id(a)), id(a))  # somebody else may come by the id; a probe may be held by a backward
+    settles()
+    assert found[-1] is not before[-1]
+
+
+def test_with_other_optimizers_loss_scaling_is_always_asked():
+    """Which slots are theirs decides what an update reads."""
+    amp = fxamp.Amp(precision="fp16", lower="aot_eager")
+    one, other = (torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1) for _ in range(2))
+    amp.attach(one)
+    assert amp._scaler is not None
+    assert amp._scaler.settlement(one) == amp._scaler.settlement(one) is not None
+    amp.attach(other)
+    assert amp._scaler.settlement(one) is None
 
 
 def test_a_store_that_grows_is_somewhere_else():

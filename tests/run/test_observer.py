@@ -69,6 +69,15 @@ def test_a_mailbox_hands_out_what_was_posted_lag_posts_ago():
     assert [a.tolist() for a in mailbox.read_waiting()] == [[2.0, -1.0], [3.0, -1.0]]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mailbox_may_send_off_one_in_so_many(device: str):
+    """Eight steps later on a GPU, as ever, but of every fourth step; a CPU runs ahead of nobody."""
+    mailbox = Mailbox(every=4)
+    arrived = [mailbox.post(torch.tensor(float(i), device=device)) for i in range(1, 21)]
+    heard = {i: float(a) for i, a in enumerate(arrived, 1) if a is not None}
+    assert heard == ({12: 4.0, 16: 8.0, 20: 12.0} if device == "cuda" else {i: i for i in range(1, 21)})
+
+
 def test_a_loss_may_be_overwritten_once_it_was_observed():
     telling = Telling(1)
     observer, _ = watched(telling)

@@ -51,8 +51,20 @@ class Everything:
         self.state["exp_avg"].data = torch.zeros(8, 4)[:4]
         self.state["later"], self.group["extra"] = None, 1
 
-        self.surroundings = Surroundings(lambda: list(self.model.modules()), self.optimizer, self.loss, lambda: self.masks)
+        self.settlement: int | None = None
+        self.num_settled = 0
+        self.surroundings = Surroundings(
+            lambda: list(self.model.modules()),
+            self.optimizer,
+            self.loss,
+            self.settled,
+            settlement=lambda: self.settlement,
+        )
         assert self.surroundings.watch([self.model.plain]) == []
+
+    def settled(self) -> tuple[Tensor, ...]:
+        self.num_settled += 1
+        return self.masks
 
     def loss(self, out: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(out + self.offset, target) * self.factor
@@ -372,3 +384,23 @@ def test_the_host_does_little_for_a_replay(precision: str, num_right: int, monke
     monkeypatch.setattr(surroundings, "NUM_RIGHT", num_right)
     few, many = (num_calls(n, precision, monkeypatch) for n in (4, 24))
     assert (many - few) / 40 < 3, "function calls a parameter"
+
+
+def test_loss_scaling_is_asked_only_where_it_says_that_something_changed():
+    w = Everything()
+    glance = Glance(w.surroundings)
+
+    def asks() -> int:
+        before = w.num_settled
+        assert glance.is_still_right()
+        return w.num_settled - before
+
+    assert [asks(), asks()] == [1, 1]  # it says nothing
+    w.settlement = 1
+    assert [asks(), asks()] == [1, 0]
+    w.settlement = 2
+    assert [asks(), asks()] == [1, 0]
+    w.settlement = None
+    assert [asks(), asks()] == [1, 1]
+    w.settlement, w.masks = 3, (torch.zeros(3),)
+    assert not glance.is_still_right()
