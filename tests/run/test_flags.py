@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxamp
+from fxamp.run import flags as module
 from fxamp.run.flags import ROOM_AT_FIRST, Flags, ProbedGraph
 from tests.run.test_train_step import CUDA, batches, made, same, state_of
 
@@ -104,6 +105,15 @@ def test_with_other_optimizers_loss_scaling_is_always_asked():
     assert amp._scaler.settlement(one) == amp._scaler.settlement(one) is not None
     amp.attach(other)
     assert amp._scaler.settlement(one) is None
+
+
+def test_a_step_that_somebody_compiles_has_operations(monkeypatch: pytest.MonkeyPatch):
+    """Dynamo traces the hooks of an optimizer, and need not trace launches of ours."""
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    assert module.kernels_run_on(CUDA)
+    assert not module.kernels_run_on(CPU)
+    found = torch.compile(lambda x: x + module.kernels_run_on(CUDA), backend="eager", fullgraph=True)(torch.zeros(()))
+    assert float(found) == 0.0
 
 
 def test_a_store_that_grows_is_somewhere_else():
