@@ -484,6 +484,34 @@ def test_a_scale_at_its_floor_raises_the_precision():
     assert amp.read_skipped_steps() == skipped
 
 
+def test_a_floor_is_heard_of_behind_retries():
+    """What arrives within one would raise a precision that is put back behind it."""
+
+    class OneInTwo(Mailbox):
+        """As on an accelerator, where not all that is posted is sent."""
+
+        num = 0
+
+        def post(self, values: Tensor) -> Tensor | None:
+            self.num += 1
+            return None if self.num % 2 else super().post(values)
+
+    model = nn.Linear(8, 4)
+    amp = switching(
+        "fp16", "fp32", on_overflow="retry", scaling=fxamp.DynamicScale(init=1.0, floor=1.0, at_floor="raise precision")
+    )
+    step = amp.train_step(model, lambda out, _: (out * 3e5).sum(), optim.SGD(model.parameters(), lr=0.0, fused=True))
+    assert amp._scaler is not None
+    amp._scaler._at_floor = OneInTwo()
+    found: list[str] = []
+    for _ in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(torch.ones(2, 8), torch.ones(2, 4))
+        found.append(amp.precisions["model"])
+    assert found == ["fp16", "fp32", "fp32", "fp32"]
+
+
 def test_what_was_told_of_the_floor_before_the_precision_rose_does_not_raise_it_again():
     """On an accelerator answers are on their way for some steps."""
     amp = switching("fp16", "bf16", "fp32", scaling=fxamp.DynamicScale(init=1.0, at_floor="raise precision"))

@@ -498,7 +498,7 @@ class Scaler:
 
     def ask_for_floor(self) -> None:
         """Asks how often the scale was stuck at its floor, and acts where the answer that arrives is another than the last."""
-        if not isinstance(self.config, DynamicScale):
+        if not isinstance(self.config, DynamicScale) or self._precisions.is_kept:  # a retry, which a raise would not outlast
             return
         arrived = self._at_floor.post(self.state().num_at_floor)
         if arrived is None:

@@ -41,6 +41,8 @@ class Precisions:
         self.structure: Final = ladder
         self._current = dict.fromkeys(ladder.names, ladder.rungs[0])
         self._wanted = dict(self._current)
+        self.is_kept = False
+        """Is what changes now undone later?"""
         self._switches: weakref.WeakSet[Switch] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._is_under_way = False
@@ -81,10 +83,12 @@ class Precisions:
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """What is forced inside is undone behind it."""
-        before = self._current, self._wanted, self._is_under_way, self.num_swaps
+        before, was_kept = (self._current, self._wanted, self._is_under_way, self.num_swaps), self.is_kept
+        self.is_kept = True
         try:
             yield
         finally:
+            self.is_kept = was_kept
             self.force(before[0])
             self._current, self._wanted, self._is_under_way, self.num_swaps = before
 
