@@ -172,8 +172,8 @@ def settle(
 ):  # fmt: skip
     """What `Flags.clear` and `LossScale.update` do with one scale and no regions, with one program.
 
-    store: fp32 [num_slots]; record: fp32 [3, num_slots]; history: fp32 [3, NUM_REMEMBERED]; rule: fp64 [7], as
-    `LossScale.rule`; the others are as there.
+    store: fp32 [num_slots]; record: fp32 [3, num_slots]; history: fp32 [3, NUM_REMEMBERED]; rule: fp64 [7], in
+    the order of `loss_scale._rule_of`; the others are those of `LossScale`.
     """
     scale, overflowed, num_updates = tl.load(scale_at), tl.load(overflowed_at), tl.load(num_updates_at)
     is_bad = overflowed > 0
