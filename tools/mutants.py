@@ -551,7 +551,12 @@ MUTANTS: Final = (
         "fxamp/run/scaler.py",
         ("tests/run/test_flags.py", "tests/test_variants.py"),
         ("settled: other optimizers", "        if len(self._attached) > 1:\n            return None\n", ""),
-        ("floor: answers from before", "        if self._num_stale:\n", "        if False:\n"),
+        ("floor: answers from before", " and not self._at_floor.is_outdated:", ":"),
+    ),
+    *_each(
+        "fxamp/run/agreement.py",
+        ("tests/run/test_data_parallel.py",),
+        ("ranks: answers from before", " or self._mailbox.is_outdated", ""),
     ),
     *_each(
         "fxamp/run/train_step.py",

@@ -30,8 +30,6 @@ class Agreement:
         self._least = torch.zeros((), device=device)
         self._is_ready = False
         self._mailbox = Mailbox()
-        self._num_stale = 0
-        """Answers on their way that were given before the last thing that was done together."""
 
     def say(self, is_ready: bool) -> None:
         """What this rank says with the steps to come."""
@@ -53,14 +51,9 @@ class Agreement:
     def hear(self) -> bool:
         """Once behind each step: were all ready, in the step whose answer arrives now? Then it is to be done now."""
         arrived = self._mailbox.post(self._least)
-        if arrived is None:
+        if arrived is None or self._mailbox.is_outdated or not float(arrived):
             return False
-        if self._num_stale:
-            self._num_stale -= 1
-            return False
-        if not float(arrived):
-            return False
-        self._num_stale = self._mailbox.num_waiting
+        self._mailbox.outdate()
         return True
 
     def is_so_everywhere(self, is_so: bool) -> bool:

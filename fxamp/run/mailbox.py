@@ -17,36 +17,43 @@ class Mailbox:
     """Carries a few numbers a step to the host.
 
     What arrives is what was posted `lag_steps` posts ago, in every run; the host waits for that one where it has run further
-    ahead. Without `lag_steps` that is `LAG_STEPS` on an accelerator, and 0 on the CPU, where nothing runs ahead.
+    ahead. Without `lag_steps` that is `LAG_STEPS` on an accelerator, and 0 on the CPU, where nothing runs ahead. Where not all
+    that is posted is sent off, what arrives is as old, or older by less than a turn.
     """
 
     def __init__(self, lag_steps: int | None = None, *, every: int = 1) -> None:
-        """Args: every: on an accelerator, where each costs the host a copy and an event, one in so many is sent off."""
+        """Args: every: on an accelerator, where each costs the host a copy and an event, one post in so many is sent off; on a
+        CPU all are."""
         self._lag_steps, self._every, self._num_posts = lag_steps, every, 0
         self._posted: deque[_Message] = deque()
         self._spare: list[_Message] = []
         """Read: to be sent off again, for pinned memory and events are dear."""
+        self._num_stale = 0
+        """Of those on their way, by how many `outdate` has come too late."""
+        self.is_outdated = False
+        """Was what arrived last sent off before `outdate`?"""
 
     def post(self, values: Tensor) -> Tensor | None:
         """Sends off values, of any shape, and returns those that arrive with it, on the host; None while none have."""
         self._num_posts += 1
-        if values.is_cuda and self._num_posts % self._every:
+        every, lag = (self._every, LAG_STEPS) if values.is_cuda else (1, 0)
+        if self._lag_steps is not None:
+            lag = self._lag_steps
+        if self._num_posts % every:
             return None
         self._posted.append(self._send(values))
-        lag = self._lag_steps
-        if lag is None:
-            lag = LAG_STEPS // self._every if values.is_cuda else 0
-        if len(self._posted) <= lag:
+        if (len(self._posted) - 1) * every < lag:
             return None
         message = self._posted.popleft()
+        self.is_outdated = self._num_stale > 0
+        self._num_stale -= self.is_outdated
         arrived = _wait_for(message)
         self._spare = [message]
         return arrived
 
-    @property
-    def num_waiting(self) -> int:
-        """Of those that are on their way."""
-        return len(self._posted)
+    def outdate(self) -> None:
+        """Something was done because of what has arrived: what is on its way knows nothing of it."""
+        self._num_stale = len(self._posted)
 
     def read_waiting(self) -> list[Tensor]:
         """What is on its way, oldest first. Waits for the device; it stays on its way."""

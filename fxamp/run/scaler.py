@@ -87,8 +87,6 @@ class Scaler:
         self._at_floor, self._told_of_floor = Mailbox(every=LAG_STEPS), False
         self._num_at_floor = 0.0
         """Updates at the floor of the scale that the host has learned of."""
-        self._num_stale = 0
-        """Messages on their way that were sent before the precision was raised because of others."""
         stepping.before().add(self)
 
     # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -504,9 +502,7 @@ class Scaler:
         if arrived is None:
             return
         before, self._num_at_floor = self._num_at_floor, float(arrived)
-        if self._num_stale:
-            self._num_stale -= 1
-        elif self._num_at_floor > before:
+        if self._num_at_floor > before and not self._at_floor.is_outdated:
             self._tell_of_floor()
 
     def _refresh_replicas(self) -> None:
@@ -518,7 +514,7 @@ class Scaler:
         what = f"gradients overflow although the loss scale is at its floor, {self.config.floor:g}"
         way_out = f"{AT_FLOOR}: keep the operations that overflow in fp32 by policy={{...}}, or use bf16"
         if self.config.at_floor == "raise precision" and self._precisions.raise_all():
-            self._num_stale = self._at_floor.num_waiting
+            self._at_floor.outdate()
             self._warn(f"{what}: the next higher precision takes over")
             return
         if self.config.at_floor == "raise":
