@@ -158,14 +158,14 @@ def look(store, mine, others, found_at, out, num_slots, has_others, has_found, B
     tl.store(out + 2, tl.max(largest, 0))
 
 
-_SETTLE: Final = (
+_CLEAR_AND_UPDATE: Final = (
     "store", "record", "num_slots", "overflowed_at", "largest_at", "scale_at", "tracker_at", "patience_at",
     "num_calibrating_at", "is_calibrating_at", "history", "num_updates_at", "untold_at", "num_at_floor_at", "rule", "moves",
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_SETTLE, do_not_specialize_on_alignment=_SETTLE)
-def settle(
+@triton.jit(do_not_specialize=_CLEAR_AND_UPDATE, do_not_specialize_on_alignment=_CLEAR_AND_UPDATE)
+def clear_and_update(
     store, record, num_slots, overflowed_at, largest_at, scale_at, tracker_at, patience_at, num_calibrating_at,
     is_calibrating_at, history, num_updates_at, untold_at, num_at_floor_at, rule, moves,
     NUM_REMEMBERED: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, DYNAMIC: tl.constexpr, BLOCK: tl.constexpr,
@@ -216,6 +216,6 @@ def settle(
 
 
 def launch_over_slots(kernel: Any, device: torch.device, *args: object, **constants: object) -> None:
-    """Launches `look` or `settle`, on the current stream of a device."""
+    """Launches `look` or `clear_and_update`, on the current stream of a device."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         kernel[(1,)](*args, **constants, BLOCK=SLOTS, num_warps=NUM_WARPS_OF_SLOTS)

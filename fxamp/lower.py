@@ -302,7 +302,7 @@ def _inductor(
     observe = _Observer(coverage, settings.require_cuda_graphs) if settings.cuda_graphs else contextlib.nullcontext()
 
     def inner_compile(*args: Any, **kwargs: Any) -> Any:
-        with observe, _switched(settings):  # a backward may be compiled late
+        with observe, _tf32_if_asked(settings):  # a backward may be compiled late
             code = compile_fx_inner(*args, **kwargs)
         if settings.tf32:
             assert isinstance(code, CompiledFxGraph)
@@ -313,12 +313,12 @@ def _inductor(
     # A hit in AOTAutograd's cache would hand out the code without the switch around it. Inductor's own cache still hits.
     caches = functorch_config.patch(enable_autograd_cache=False) if settings.tf32 else contextlib.nullcontext()
     # Passes over joint graphs ask for the switch too: padding is timed, and attention is fused, for products as they will be.
-    with observe, caches, _switched(settings):  # a hit in that cache is no compilation
+    with observe, caches, _tf32_if_asked(settings):  # a hit in that cache is no compilation
         run = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
         return cast(Compiled, run)
 
 
-def _switched(settings: Settings) -> contextlib.AbstractContextManager[None]:
+def _tf32_if_asked(settings: Settings) -> contextlib.AbstractContextManager[None]:
     return tf32.enabled() if settings.tf32 else contextlib.nullcontext()
 
 

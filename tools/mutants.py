@@ -525,8 +525,8 @@ MUTANTS: Final = (
     *_each(
         "fxamp/run/surroundings.py",
         ("tests/run/test_surroundings.py",),
-        ("settled: for good", "if now is not None and now == self._settlement:", "if now is not None:"),
-        ("settled: asked every time", "        self._settlement = now\n", ""),
+        ("settled: for good", "if now is not None and now == self._settled_version:", "if now is not None:"),
+        ("settled: asked every time", "        self._settled_version = now\n", ""),
     ),
     *_each(
         "fxamp/run/flags.py",

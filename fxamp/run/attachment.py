@@ -148,10 +148,10 @@ class Attachment:
         tensors = [t for scaler in self._live() for t in scaler.settled_for(ids, device)]
         return (*tensors, *(() if self.num_skipped is None else (self.num_skipped,)))
 
-    def settlement(self) -> Hashable:
-        """See `Scaler.settlement`."""
-        changes = [scaler.num_changes for scaler in self._live()]
-        return None if None in changes else (len(self.scalers), self.num_skipped is None, *changes)
+    def settled_version(self) -> Hashable:
+        """See `Scaler.settled_version`."""
+        versions = [scaler.version for scaler in self._live()]
+        return None if None in versions else (len(self.scalers), self.num_skipped is None, *versions)
 
     def round_of(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
         """See `Scaler.round_of`."""

@@ -314,7 +314,6 @@ class Flags:
             if recorder.is_recording():
                 raise RuntimeError("a step is recorded whose flags are not settled")
             found = self._masks[wanted] = _on(self.device, self._belong(wanted))
-            self.num_changes += 1
         return found
 
     def _belong(self, owners: Collection[int]) -> Tensor:

@@ -67,7 +67,8 @@ def next_states(state: State, overflowed: Tensor, by_region: Tensor, config: Dyn
 
 
 def _rule_of(config: Scaling, device: torch.device) -> Tensor:
-    """The numbers of `next_state` as its kernel reads them, fp64 [7]; zeros where the scale does not move."""
+    """The numbers of `next_state` as its kernel reads them, fp64 [7]: growth and backoff factor, floor, cap, growth interval,
+    hysteresis, and what is too large for fp32. Zeros where the scale does not move."""
     numbers = [0.0] * 7
     if isinstance(config, DynamicScale):
         factors, bounds = (config.growth_factor, config.backoff_factor), (config.floor, config.cap)
@@ -177,14 +178,14 @@ class LossScale:
             )
             torch._foreach_copy_(list(before), list(after))
 
-    def settle(self, flags: Flags, overflowed: Tensor, largest: Tensor, *, moves: bool) -> None:
-        """`update`, where there are no regions, and the clearing of these flags, which has to come before it: one launch. All
-        is on the device of the flags, which has kernels."""
+    def clear_and_update(self, flags: Flags, overflowed: Tensor, largest: Tensor, *, moves: bool) -> None:
+        """`Flags.clear` of all that these flags hold, and `update`, where there are no regions: one launch. All is on the
+        device of the flags, which has kernels."""
         from fxamp import kernels  # Triton, which comes with PyTorch for CUDA
 
         store, record = flags.slots
         kernels.launch_over_slots(
-            kernels.settle, flags.device, store, record, len(store), overflowed, largest, self.scale, self._tracker,
+            kernels.clear_and_update, flags.device, store, record, len(store), overflowed, largest, self.scale, self._tracker,
             self._patience, self.num_calibrating, self._is_calibrating, self._history, self.num_updates, self._untold,
             self.num_at_floor, self._rule, int(moves),
             NUM_REMEMBERED=NUM_REMEMBERED, SMALLEST_NORMAL=SMALLEST_NORMAL, DYNAMIC=isinstance(self.config, DynamicScale),

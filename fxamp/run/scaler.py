@@ -247,14 +247,15 @@ class Scaler:
         is another."""
         return self._attached[optimizer].settled(optimizer) if optimizer in self._attached else ()
 
-    def settlement(self, optimizer: Optimizer) -> Hashable:
-        """Equal as long as `settled` has nothing to make ready and returns the same, for an attached optimizer whose
-        parameters are the same; None: ask it. Costs the host less."""
-        return self._attached[optimizer].settlement() if optimizer in self._attached else ()
+    def settled_version(self, optimizer: Optimizer) -> Hashable:
+        """Equal as long as `settled` has nothing to make ready and returns the same, for an optimizer whose parameters are the
+        same; () where it is not attached; None: ask it. Costs the host less."""
+        return self._attached[optimizer].settled_version() if optimizer in self._attached else ()
 
     @property
-    def num_changes(self) -> int | None:
-        """Of what `settled_for` returns, or makes ready, and of the devices where that is; None: of other optimizers too."""
+    def version(self) -> int | None:
+        """Another number wherever `settled_for` may return something else, or have something to make ready. None: with several
+        optimizers that depends on the parameters of the others, which nobody counts."""
         if len(self._attached) > 1:
             return None
         return len(self._replicas) + len(self._flags) + sum([flags.num_changes for flags in self._flags.values()])
@@ -367,8 +368,8 @@ class Scaler:
         for flags in arrived if self.regions else ():
             by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
         if self._dropped is not None:
-            told = (x.to(device, non_blocking=True) for x in self._dropped)
-            anywhere, largest, by_region = map(torch.maximum, (anywhere, largest, by_region), told)
+            dropped = (x.to(device, non_blocking=True) for x in self._dropped)
+            anywhere, largest, by_region = map(torch.maximum, (anywhere, largest, by_region), dropped)
             self._dropped = None
         bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
         if self.regions:
@@ -481,12 +482,12 @@ class Scaler:
                 here = (x.to(flags.device, non_blocking=True) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
-        moves, flags = self._precisions.tests_scale(), list(self._flags.values())
-        if clears and len(flags) == 1 and flags[0].has_kernels and flags[0].device == state.scale.device:
-            state.settle(flags[0], overflowed, largest, moves=moves)
+        moves, stores = self._precisions.tests_scale(), list(self._flags.values())
+        if clears and len(stores) == 1 and stores[0].has_kernels and stores[0].device == state.scale.device:
+            state.clear_and_update(stores[0], overflowed, largest, moves=moves)
         else:
-            for of in flags if clears else ():
-                of.clear(self.scale_on(of.device))
+            for flags in stores if clears else ():
+                flags.clear(self.scale_on(flags.device))
             state.update(overflowed, largest, by_region=self._by_region, moves=moves)
         self._refresh_replicas()
         self._overflowed = self._largest = self._by_region = None

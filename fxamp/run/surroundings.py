@@ -71,11 +71,11 @@ class Surroundings:
         loss_fn: Callable[..., Any] | None,
         settled: Callable[[], Sequence[Tensor]],
         note: Callable[[str], object] = warnings.warn,
-        settlement: Callable[[], Hashable] = lambda: None,
+        settled_version: Callable[[], Hashable] = lambda: None,
     ) -> None:
         """Args: modules: all of now; settled: makes ready, and returns, what loss scaling reads and writes; note: tells the
-        user; settlement: as `Scaler.settlement`."""
-        self.settlement = settlement
+        user; settled_version: as `Scaler.settled_version`."""
+        self.settled_version = settled_version
         self._find, self.optimizer, self._loss_fn, self.settled = modules, optimizer, loss_fn, settled
         self.note = note
         self.modules: Sequence[nn.Module] = ()
@@ -206,7 +206,7 @@ class Glance:
         states = list(at.states())
         self._are_tensors = [isinstance(state, Tensor) for state in states]
         self._states = list(itertools.compress(states, self._are_tensors))
-        self._settlement: Hashable = None
+        self._settled_version: Hashable = None
         """At which `_settled` was there last; None: it has to be asked for."""
         self._settled = at.settled()
         self._seen = [x for x in (*self._walks, *found) if isinstance(x, Tensor)]
@@ -245,10 +245,10 @@ class Glance:
 
     def _is_settled(self) -> bool:
         """Is everything of loss scaling ready, and where it was? The parameters of the optimizer are the same."""
-        now = self._at.settlement()  # first: slots may change hands at any time
-        if now is not None and now == self._settlement:
+        now = self._at.settled_version()  # first: slots may change hands at any time
+        if now is not None and now == self._settled_version:
             return True
-        self._settlement = now
+        self._settled_version = now
         return _are_same(self._settled, self._at.settled())
 
     def has_no_gradients(self) -> bool:

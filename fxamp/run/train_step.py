@@ -209,7 +209,7 @@ class TrainStep:
         # DDP and FSDP wait for the gradients of parameters, by hooks that no one can see.
         self._leaves = LowLeaves(self._parameters if may_copy and not is_one_of_many else (), self._own_memory)
         self._surroundings = Surroundings(
-            task.modules, task.optimizer, task.loss_fn, self._settled, note, settlement=self._settlement
+            task.modules, task.optimizer, task.loss_fn, self._settled, note, settled_version=self._settled_version
         )
         self._objective, self._listener = task.objective(), Listener(backend, self._leaves)
         self._loss = torch.compile(self._objective, backend=self._listener.backend())
@@ -589,8 +589,8 @@ class TrainStep:
         """What loss scaling reads and writes."""
         return () if self._scaler is None else self._scaler.settled(self._task.optimizer)
 
-    def _settlement(self) -> Hashable:
-        return () if self._scaler is None else self._scaler.settlement(self._task.optimizer)
+    def _settled_version(self) -> Hashable:
+        return () if self._scaler is None else self._scaler.settled_version(self._task.optimizer)
 
     def _place(self) -> Hashable:
         """What may change without anything being recorded anew for good: a recording for each."""

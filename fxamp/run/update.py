@@ -111,10 +111,11 @@ class FusedUpdate:
         assert self._numbers is not None
         zero, one = self._numbers
         steps = [state["step"] for g in gradients if "step" in (state := self._optimizer.state[g.parameter])]
-        if steps and overflowed is None:
-            torch._foreach_add_(steps, 1.0)
-        elif steps and overflowed is not None:
-            torch._foreach_add_(steps, [1 - overflowed] * len(steps))  # one tensor for all would be read by the host
+        if steps:
+            if overflowed is None:
+                torch._foreach_add_(steps, 1.0)
+            else:
+                torch._foreach_add_(steps, [1 - overflowed] * len(steps))  # one tensor for all would be read by the host
         factors = _factors(gradients, one if inverse_scale is None else inverse_scale, one, clip)
         overflowed = zero if overflowed is None else overflowed
         by_parameter = {id(g.parameter): g for g in gradients}

@@ -102,9 +102,9 @@ def test_with_other_optimizers_loss_scaling_is_always_asked():
     one, other = (torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1) for _ in range(2))
     amp.attach(one)
     assert amp._scaler is not None
-    assert amp._scaler.settlement(one) == amp._scaler.settlement(one) is not None
+    assert amp._scaler.settled_version(one) == amp._scaler.settled_version(one) is not None
     amp.attach(other)
-    assert amp._scaler.settlement(one) is None
+    assert amp._scaler.settled_version(one) is None
 
 
 def test_a_step_that_somebody_compiles_has_operations(monkeypatch: pytest.MonkeyPatch):

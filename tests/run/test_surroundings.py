@@ -51,14 +51,14 @@ class Everything:
         self.state["exp_avg"].data = torch.zeros(8, 4)[:4]
         self.state["later"], self.group["extra"] = None, 1
 
-        self.settlement: int | None = None
+        self.settled_version: int | None = None
         self.num_settled = 0
         self.surroundings = Surroundings(
             lambda: list(self.model.modules()),
             self.optimizer,
             self.loss,
             self.settled,
-            settlement=lambda: self.settlement,
+            settled_version=lambda: self.settled_version,
         )
         assert self.surroundings.watch([self.model.plain]) == []
 
@@ -396,11 +396,11 @@ def test_loss_scaling_is_asked_only_where_it_says_that_something_changed():
         return w.num_settled - before
 
     assert [asks(), asks()] == [1, 1]  # it says nothing
-    w.settlement = 1
+    w.settled_version = 1
     assert [asks(), asks()] == [1, 0]
-    w.settlement = 2
+    w.settled_version = 2
     assert [asks(), asks()] == [1, 0]
-    w.settlement = None
+    w.settled_version = None
     assert [asks(), asks()] == [1, 1]
-    w.settlement, w.masks = 3, (torch.zeros(3),)
+    w.settled_version, w.masks = 3, (torch.zeros(3),)
     assert not glance.is_still_right()
