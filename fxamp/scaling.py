@@ -25,7 +25,7 @@ class DynamicScale:
     The rule is that of `torch.amp.GradScaler`: an update that saw an overflow multiplies the scale by `backoff_factor`, and
     `growth_interval_steps` updates in a row without one multiply it by `growth_factor`. Powers of two cost no precision.
 
-    Raises, when built: InvalidOption for a number that makes no sense, NotYet for at_floor="raise precision".
+    Raises, when built: InvalidOption for a number that makes no sense, UnknownOption for another word in `at_floor`.
     """
 
     init: float = 2.0**16
@@ -46,7 +46,8 @@ class DynamicScale:
     """Give each of the Amp's `regions` a scale of its own, and one to the rest of the model. An overflow skips the whole step,
     and lowers the scales of the regions that made it."""
     at_floor: FloorAction = "warn"
-    """What an overflow at the floor does: "warn" once, or "raise" ScaleAtFloor from a later optimizer step."""
+    """What an overflow at the floor does: "warn" once, "raise" ScaleAtFloor from a later optimizer step, or "raise precision",
+    one rung up the ladder. On an accelerator the host learns of it 8 to 15 steps later."""
 
     def __post_init__(self) -> None:
         positive = {"init": self.init, "floor": self.floor, "cap": self.cap}

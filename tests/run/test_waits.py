@@ -46,7 +46,7 @@ def test_fxamp_reads_nothing_back_in_a_step(name: str):
     for is_attached in (True, False):
         torch.manual_seed(0)
         model = mlp(8, 16, 4)
-        # A scale that stays has no floor, of which the host would be told (on CUDA eight steps later, without a wait).
+        # A scale that stays has no floor, of which the host would be told (on CUDA 8 to 15 steps later, without a wait).
         optimizer, amp = make(list(model.parameters())), fxamp.Amp(precision="fp16", scaling=1024.0)
         if is_attached:
             amp.attach(optimizer, route=route)
