@@ -554,6 +554,13 @@ MUTANTS: Final = (
         ("floor: answers from before", " and not self._at_floor.is_outdated:", ":"),
     ),
     *_each(
+        "fxamp/run/attachment.py",
+        ("tests/run/test_skipping.py",),
+        ("compiled steps: the hook behind them", "untraced(made.after)", "made.after"),
+        ("compiled steps: Dynamo's frames", """.startswith("torch._dynamo")""", """.startswith("nobody's")"""),
+        ("compiled steps: closures", "begin = untraced(self._begin)", "begin = self._begin"),
+    ),
+    *_each(
         "fxamp/run/agreement.py",
         ("tests/run/test_data_parallel.py",),
         ("ranks: answers from before", " or self._mailbox.is_outdated", ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from fxamp import errors
 from fxamp.run import capturable, recorder, skipping
 from fxamp.run.skipping import Route, Skip
+from fxamp.run.stepping import untraced
 
 if TYPE_CHECKING:
     from fxamp.run.scaler import Scaler
@@ -45,16 +47,16 @@ class Attachment:
     @staticmethod
     def of(optimizer: Optimizer) -> Attachment | None:
         """The one that an optimizer has already."""
-        hooks = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+        hooks = [getattr(inspect.unwrap(hook), "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
         return next((owner for owner in hooks if isinstance(owner, Attachment)), None)
 
     @staticmethod
     def hooked(optimizer: Optimizer, wish: str) -> Attachment:
         """A new one, with its hooks. Raises: as `skipping.choose`."""
         made = Attachment(optimizer=weakref.ref(optimizer), wish=wish, route=skipping.choose(optimizer, wish))
-        optimizer.register_step_pre_hook(made.before)
-        optimizer.register_step_post_hook(made.after)
-        optimizer.zero_grad = _telling(optimizer, made.dropped)
+        optimizer.register_step_pre_hook(untraced(made.before))
+        optimizer.register_step_post_hook(untraced(made.after))
+        optimizer.zero_grad = _telling(optimizer, untraced(made.dropped))
         return made
 
     def join(self, scaler: Scaler) -> None:
@@ -70,7 +72,7 @@ class Attachment:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
-        caller = sys._getframe(1)
+        caller = _caller()
         if self._step is not None and _is_running(self._step, caller):
             return None  # a subclass's step, which runs hooks of its own, has called its parent's
         self._step = caller
@@ -79,9 +81,11 @@ class Attachment:
             self._begin(optimizer)
             return None
 
+        begin = untraced(self._begin)
+
         def evaluated() -> Any:
             loss = closure()
-            self._begin(optimizer)
+            begin(optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -114,7 +118,7 @@ class Attachment:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
-        if sys._getframe(1) is not self._step:
+        if _caller() is not self._step:
             return
         self._step = None
         skip, self._skip = self._skip, None
@@ -200,6 +204,14 @@ class Attachment:
 
     def _live(self) -> list[Scaler]:
         return [scaler for ref in self.scalers if (scaler := ref()) is not None]
+
+
+def _caller() -> FrameType | None:
+    """The frame that called the function that asks, but for Dynamo's between the two: of a hook, its optimizer's step."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("torch._dynamo"):
+        frame = frame.f_back
+    return frame
 
 
 def _is_running(call: FrameType, frame: FrameType | None) -> bool:

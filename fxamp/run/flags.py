@@ -71,8 +71,8 @@ class Aside:
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Is there a Triton for our kernels? Where somebody compiles a step with its hooks, Inductor makes better ones."""
-    return device.type == "cuda" and not torch.compiler.is_compiling() and has_triton()
+    """Is there a Triton for our kernels?"""
+    return device.type == "cuda" and has_triton()
 
 
 class Flags:

@@ -196,7 +196,7 @@ class Scaler:
 
     def known(self, ids: Collection[int]) -> set[int]:
         """Those of these parameters, by id, that compiled graphs have read."""
-        known: set[int] = set()  # Dynamo traces this in a step that somebody compiles, and knows no `set[int]()`
+        known = set[int]()
         for flags in self._flags.values():
             known |= flags.known(ids)
         return known

@@ -52,8 +52,6 @@ def _known_ids() -> weakref.WeakKeyDictionary[Optimizer, tuple[list[int], frozen
 def ids(optimizer: Optimizer) -> frozenset[int]:
     """The ids of all its parameters, by which flags know them. The same object as long as the parameters are the same: what
     is found by it need not be hashed anew in each step."""
-    if torch.compiler.is_compiling():  # a step that somebody compiles, with its hooks
-        return frozenset(map(id, parameters(optimizer)))
     now, known = list(map(id, parameters(optimizer))), _known_ids().get(optimizer)
     if known is None or known[0] != now:
         known = _known_ids()[optimizer] = now, frozenset(now)

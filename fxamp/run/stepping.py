@@ -1,12 +1,17 @@
 """Who hears of optimizers' steps: one hook for all of them, never removed. One that goes with its listener would be removed by
-the garbage collector, while an optimizer walks along its hooks."""
+the garbage collector, while an optimizer walks along its hooks.
+
+Hooks are not for Dynamo where somebody compiles a step (PyTorch itself breaks the graph there): it loses what they delete, and
+guards on the places of what they keep in weak sets, some of which may be gone by then."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,6 +24,11 @@ class AfterSteps(Protocol):
     def note_step(self, optimizer: Optimizer) -> None: ...
 
 
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook as it is to be registered."""
+    return torch.compiler.disable(hook, reason="hooks of fxamp on optimizers keep books")
+
+
 @functools.cache
 def before() -> weakref.WeakSet[BeforeSteps]:
     """Those that hear of a step before it is taken."""
@@ -28,7 +38,7 @@ def before() -> weakref.WeakSet[BeforeSteps]:
         for listener in listeners:
             listener.expect_step(optimizer)
 
-    register_optimizer_step_pre_hook(hook)
+    register_optimizer_step_pre_hook(untraced(hook))
     return listeners
 
 
@@ -41,7 +51,7 @@ def after() -> weakref.WeakSet[AfterSteps]:
         for listener in listeners:
             listener.note_step(optimizer)
 
-    register_optimizer_step_post_hook(hook)
+    register_optimizer_step_post_hook(untraced(hook))
     return listeners
 
 

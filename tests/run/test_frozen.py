@@ -259,7 +259,7 @@ def test_watched_functions_are_compiled_as_always(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_step_that_is_compiled_passes_those_who_listen():
-    """Dynamo traces the hooks on steps, of whoever is there: of an Amp with a scale, of low copies, of frozen weights."""
+    """Whoever is there: an Amp with a scale, low copies, frozen weights."""
     torch._dynamo.reset()
     model = nn.Linear(4, 4)
     optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)

@@ -116,6 +116,58 @@ def test_a_step_left_out_changes_no_bit(name: str, route: str, bad: float):
     assert amp.read_skipped_steps() == 5
 
 
+class Twice(optim.Adam):
+    """A step with hooks of its own, around its parent's."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("is_within", [False, True], ids=["the step", "a function with the step"])
+@pytest.mark.parametrize("route", skipping.ROUTES)
+@pytest.mark.parametrize("name", ["SGD momentum", "Adam fused", "subclass"])
+def test_a_step_that_somebody_compiles_is_left_out_too(name: str, route: str, is_within: bool):
+    """Dynamo would trace the hooks, and lose what they delete: `found_inf` was left behind."""
+
+    def made() -> tuple[list[nn.Parameter], optim.Optimizer]:
+        torch.manual_seed(1)
+        parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5))]
+        make = OPTIMIZERS.get(name) or (lambda p: Twice(p, lr=0.1, fused=route == "fused"))
+        return parameters, make(parameters)
+
+    torch._dynamo.reset()
+    parameters, optimizer = made()
+    amp = fxamp.Amp(precision="fp16", scaling=fxamp.DynamicScale(init=4.0, growth_interval_steps=2))
+    try:
+        amp.attach(optimizer, route=route)
+    except errors.CannotSkip:
+        assert (route, name) == ("fused", "SGD momentum")
+        return
+    # A lambda that is returned from is compiled around the step, and the bound method by itself.
+    step = torch.compile((lambda: optimizer.step()) if is_within else optimizer.step, backend="eager")
+    twins, twin = made()
+    for number, factor in enumerate([1.0, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0]):
+        torch.manual_seed(number)
+        with_gradients(parameters, factor)
+        gradients = [None if p.grad is None else p.grad.view(torch.int32).clone() for p in parameters]
+        before = everything(optimizer)
+        step()
+        assert not hasattr(optimizer, "found_inf")
+        assert all(map(same, [None if p.grad is None else p.grad.view(torch.int32) for p in parameters], gradients))
+        if factor == 1.0:
+            torch.manual_seed(number)
+            with_gradients(twins)
+            twin.step()
+        else:
+            assert same(everything(optimizer), before)
+    assert amp.read_skipped_steps() == 2
+    for p, q in zip(parameters, twins, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach())
+    assert amp.loss_scale is not None
+    # 4, halved twice, and twice doubled behind two steps that went well in a row.
+    assert float(amp.loss_scale) == 4.0
+
+
 def test_routes_are_what_they_say():
     p = [nn.Parameter(torch.zeros(2))]
     assert skipping.choose(optim.AdamW(p, fused=True), "auto").name == "fused"
@@ -250,12 +302,15 @@ def test_lbfgs_is_refused():
         fxamp.Amp(precision="fp16").attach(optim.LBFGS([nn.Parameter(torch.zeros(2))]))
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["SGD momentum", "Adam fused", "RMSprop"])
-def test_a_closure_makes_its_gradients_within_the_step(name: str):
+def test_a_closure_makes_its_gradients_within_the_step(name: str, is_compiled: bool):
+    torch._dynamo.reset()
     model = mlp(4, 8, 2)
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     amp = fxamp.Amp(precision="fp16")
     amp.attach(optimizer)
+    take: Callable[..., Any] = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
     x, y = torch.randn(8, 4), torch.randn(8, 2)
     for step, factor in enumerate([1.0, 1.0, math.inf, 1.0]):
 
@@ -266,7 +321,7 @@ def test_a_closure_makes_its_gradients_within_the_step(name: str):
             return loss
 
         before = everything(optimizer)
-        loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)  # pyright: ignore
+        loss = take(closure) if step % 2 else take(closure=closure)
         assert loss is not None
         assert same(everything(optimizer), before) == (step == 2)
     assert amp.read_skipped_steps() == 1
