@@ -144,6 +144,8 @@ class Contest:
         is_single = todo[0] in self.outcome.crowded_out or tunes(todo[0])
         together = todo[:1] if is_single else [name for name in todo if not tunes(name)]
         free_bytes = self.crew.ask_device("device_facts")["free_bytes"]
+        if free_bytes is not None:  # what others gave back, one of them takes again for its turn
+            free_bytes -= max((self.needs.reserved_bytes.get(name, 0) for name in beside), default=0)
         batch = together[: self.needs.num_that_fit(together, free_bytes, self.config.num_jobs)]
         while len(batch) > 1 and not self.has_time_for(batch, beside):
             batch.pop()
@@ -182,8 +184,16 @@ class Contest:
         num_steps = {name: self._num_steps(self.outcome.replies[name].value.rough_step_ms) for name in names}
         times_ms: dict[str, list[float]] = {name: [] for name in names}
 
-        def take_turn(name: str, num: int) -> float | None:
+        def take_turn(name: str) -> float | None:
+            if name not in num_steps:  # it has made room
+                return None
+            num = num_steps[name] if is_calibrated else min(num_steps[name], 3)
             reply = self.crew.ask(name, "time", num)
+            while name == ANCHOR and reply.is_out_of_memory and len(num_steps) > 1:
+                last = list(num_steps)[-1]
+                self._make_room(last, reply)
+                del num_steps[last]
+                reply = self.crew.ask(name, "time", num)
             if reply.status != "ok":
                 self.crew.say(f"  {name}: {reply.reason}")
                 del num_steps[name]
@@ -191,10 +201,12 @@ class Contest:
                     self.outcome.replies[name] = reply
             return reply.value
 
+        is_calibrated = False
         for name in names:  # rough times were taken while others compiled, or with clones of every loss
-            time_ms = take_turn(name, min(num_steps[name], 3))
+            time_ms = take_turn(name)
             if time_ms is not None:
                 num_steps[name] = self._num_steps(time_ms)
+        is_calibrated = True
         min_repetitions = min(MIN_REPETITIONS, self.config.num_repetitions)
         round_s = 0.0
         try:
@@ -204,7 +216,7 @@ class Contest:
                     break
                 begin_s = time.monotonic()
                 for name in rotated(list(num_steps), repetition):
-                    time_ms = take_turn(name, num_steps[name])
+                    time_ms = take_turn(name)
                     if time_ms is not None:
                         times_ms[name].append(time_ms)
                 round_s = time.monotonic() - begin_s
@@ -212,6 +224,13 @@ class Contest:
             num_complete = min((len(times_ms[name]) for name in num_steps), default=0)
             if num_complete >= min_repetitions:
                 self._note({name: times_ms[name][:num_complete] for name in num_steps}, num_steps)
+
+    def _make_room(self, name: str, reply: Reply) -> None:
+        """Releases a system, for an anchor whose turn had this reply: it lacked memory."""
+        self.crew.say(f"  {name}: makes room for {ANCHOR}")
+        if not self.outcome.crowd_out(name, reply):  # it had a group of its own already
+            self.outcome.replies[name] = reply
+        self._release([name])
 
     def _note(self, times_ms: Mapping[str, Sequence[float]], num_steps: Mapping[str, int]) -> None:
         """Keeps what systems that took turns were timed at."""

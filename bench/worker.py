@@ -156,9 +156,11 @@ class Server:
 
     def profile(self) -> Launches | None:
         """Counts launches. Comes behind all timing: a profiler that was on once may slow launches down for good."""
-        return (
-            measure.profile_launches(self._current().step, NUM_PROFILED_STEPS) if self.device_type == "cuda" else None
-        )
+        if self.device_type != "cuda":
+            return None
+        launches = measure.profile_launches(self._current().step, NUM_PROFILED_STEPS)
+        self._give_memory_back()
+        return launches
 
     def warm_compile(self) -> float | None:
         """Compiles the same again, in this process, after a reset, from the caches on disk. Ends the workload."""

@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class World:
     free_gib: float | None = None
     """None: a CPU."""
     need_gib: float = 1.0
+    idle_gib: Mapping[str, float] = field(default_factory=dict)
+    """What systems hold between turns, where that is less than they need."""
     log: list[tuple[str, str]] = field(default_factory=list)
     timeouts_s: dict[tuple[str, str], float] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
@@ -45,6 +47,10 @@ class World:
 
     def hire(self, system: System | None) -> Pretended:
         return Pretended(self, system.name if system else "device")
+
+    def left_gib(self) -> float:
+        assert self.free_gib is not None
+        return self.free_gib - sum(self.idle_gib.get(name, self.need_gib) for name in self.built)
 
     def order(self, method: str) -> list[str]:
         return [name for name, asked in self.log if asked == method]
@@ -63,6 +69,10 @@ class Pretended:
         self.world.timeouts_s[self.name, method] = timeout_s
         if (self.name, method) in self.world.planted:
             return self.world.planted[self.name, method]()
+        if method == "time" and self.world.free_gib is not None:
+            more_gib = self.world.need_gib - self.world.idle_gib.get(self.name, self.world.need_gib)
+            if more_gib > self.world.left_gib():
+                return Reply(status="error", reason="out of memory", is_out_of_memory=True)
         return Reply(status="ok", value=getattr(self, method)(*arguments))
 
     def interrupt(self) -> None:
@@ -75,8 +85,7 @@ class Pretended:
         return self.device_facts()
 
     def device_facts(self) -> dict[str, Any]:
-        free = self.world.free_gib
-        left = None if free is None else int((free - len(self.world.built) * self.world.need_gib) * GIB)
+        left = None if self.world.free_gib is None else int(self.world.left_gib() * GIB)
         return {"name": "Some GPU", "free_bytes": left}
 
     def measure_ceilings(self) -> Ceilings:
@@ -451,6 +460,26 @@ def test_an_anchor_that_runs_out_of_memory_in_company_is_built_alone_first(confi
     timing = found["fxamp-bf16"].timing
     assert timing is not None
     assert set(timing.together) == set(NAMES)
+
+
+def test_what_was_given_back_between_turns_is_needed_again(config):
+    """The anchor gives back 1.5 GiB behind each turn. Beside three others it would not get them again."""
+    gpu, world = replace(config, device_type="cuda"), World(free_gib=7.4, need_gib=2.0, idle_gib={ANCHOR: 0.5})
+    timings = [row.timing for row in go(gpu, world).values()]
+    assert [len(t.anchor_ratios) for t in timings if t] == [4, 4, 4, 4]
+    assert sorted(len(t.together) for t in timings if t) == [2, 3, 3, 3]
+    assert world.order("build").count(ANCHOR) == 1
+
+
+def test_an_anchor_that_runs_out_of_memory_in_a_turn_goes_on_with_less_company(config):
+    """All were built at once, each with what it needs, and hold more between turns than anybody knew."""
+    world = World(free_gib=10.0, need_gib=1.0, idle_gib={ANCHOR: 0.5})
+    full, ok = Reply(status="error", reason="out of memory", is_out_of_memory=True), Reply(status="ok", value=10.0)
+    world.planted[ANCHOR, "time"] = lambda: full if len(world.built) > 2 else ok
+    found = go(replace(config, device_type="cuda", num_jobs=4), world)
+    timings = [row.timing for row in found.values()]
+    assert [len(t.anchor_ratios) for t in timings if t] == [4, 4, 4, 4]
+    assert {t.together for t in timings if t} == {(ANCHOR, name) for name in NAMES[1:]}
 
 
 def test_who_tunes_kernels_is_built_alone_and_last(config):
