@@ -57,14 +57,43 @@ class Ratio:
     """The extremes over repetitions, if both took turns; else equal to the median."""
 
 
+class OnWorkload(Mapping[str, Measurement]):
+    """The last row of each system on one workload, in the order in which systems first appeared; and, beside any row, those
+    that it took turns with, whatever came later."""
+
+    def __init__(self, rows: Iterable[Measurement]) -> None:
+        self._rows = tuple(rows)
+        self._last = {row.system: row for row in self._rows}
+        self._of_run = {(row.run.id, row.system): row for row in self._rows if row.timing is not None}
+
+    def __getitem__(self, system: str) -> Measurement:
+        return self._last[system]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def beside(self, m: Measurement) -> dict[str, Measurement]:
+        """Those that took turns with `m`, by system."""
+        together = () if m.timing is None else m.timing.together
+        found = {name: self._of_run.get((m.run.id, name)) for name in together}
+        return {n: x for n, x in found.items() if n != m.system and x and x.timing and m.system in x.timing.together}
+
+    def only(self, keep: Callable[[Measurement], bool]) -> OnWorkload:
+        """Some of the rows."""
+        return OnWorkload(filter(keep, self._rows))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """All that is known of one machine under one protocol: the last row of each kind."""
 
     machine: Machine
     protocol: str
-    measurements: Mapping[str, Mapping[str, Measurement]]
-    """By workload and system, in the order in which they first appeared."""
+    measurements: Mapping[str, OnWorkload]
+    """By workload, in the order in which they first appeared."""
     ceilings: CeilingsRow | None
     pass_times: tuple[PassTime, ...]
     """By number of nodes."""
@@ -89,7 +118,7 @@ def results_of(rows: Iterable[Row]) -> list[Results]:
 
 
 def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
-    measurements: dict[str, dict[str, Measurement]] = {}
+    measurements: dict[str, list[Measurement]] = {}
     ceilings: CeilingsRow | None = None
     pass_times: dict[int, PassTime] = {}
     dispatches: dict[str, Dispatch] = {}
@@ -102,7 +131,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
         first_seen.setdefault(row.run.fxamp_source, row.run.date)
         match row:
             case Measurement():
-                measurements.setdefault(row.workload, {})[row.system] = row
+                measurements.setdefault(row.workload, []).append(row)
             case CeilingsRow():
                 ceilings = row
             case PassTime():
@@ -120,7 +149,7 @@ def _results(machine: Machine, protocol: str, group: Sequence[Row]) -> Results:
     return Results(
         machine=machine,
         protocol=protocol,
-        measurements=measurements,
+        measurements={workload: OnWorkload(found) for workload, found in measurements.items()},
         ceilings=ceilings,
         pass_times=tuple(pass_times[n] for n in sorted(pass_times)),
         dispatches=tuple(dispatches.values()),
@@ -157,21 +186,41 @@ def ratio_of_pairs(times: Sequence[float], others: Sequence[float]) -> Ratio | N
     return Ratio(median=statistics.median(pairs), low=min(pairs), high=max(pairs)) if pairs else None
 
 
-def ratio(m: Measurement, other: Measurement) -> Ratio | None:
+def ratio(m: Measurement, other: Measurement, on: OnWorkload | None = None) -> Ratio | None:
     """Time of `m` over that of `other`; None if they cannot be compared.
 
     Of systems that took turns: from pairs of the same repetition, so that what slows the whole machine down cancels. Of
-    systems of different runs or groups: both are compared with the anchor, which took turns with each.
+    systems of different runs or groups: both are compared with the anchor, which took turns with each; or else, `on` a
+    workload, with a peer that did.
     """
     a, b = m.timing, other.timing
     if a is None or b is None:
         return None
     if m.run.id == other.run.id and other.system in a.together and m.system in b.together:
         return ratio_of_pairs(a.step_ms, b.step_ms)
-    if not (a.anchor_ratios and b.anchor_ratios):
-        return None
-    value = statistics.median(a.anchor_ratios) / statistics.median(b.anchor_ratios)
-    return Ratio(median=value, low=value, high=value)
+    if a.anchor_ratios and b.anchor_ratios:
+        value = statistics.median(a.anchor_ratios) / statistics.median(b.anchor_ratios)
+        return Ratio(median=value, low=value, high=value)
+    return None if on is None else _through_a_peer(m, other, on)
+
+
+def _through_a_peer(m: Measurement, other: Measurement, on: OnWorkload) -> Ratio | None:
+    """Of fxamp, rows of different runs may be of different sources."""
+    ours, theirs = ({m.system: m, **on.beside(m)}, {other.system: other, **on.beside(other)})
+    for name in ours:
+        if name in theirs and ours[name].family != "fxamp":
+            over = [1.0 if x is peer else _paired(x, peer) for x, peer in ((m, ours[name]), (other, theirs[name]))]
+            if None not in over:
+                value = over[0] / over[1]  # pyright: ignore[reportOptionalOperand]
+                return Ratio(median=value, low=value, high=value)
+    return None
+
+
+def _paired(m: Measurement, other: Measurement) -> float | None:
+    assert m.timing is not None
+    assert other.timing is not None
+    found = ratio_of_pairs(m.timing.step_ms, other.timing.step_ms)
+    return None if found is None else found.median
 
 
 # ---- is it a result at all? ------------------------------------------------------------------------------------------
@@ -211,26 +260,36 @@ def loss_drop(losses: Sequence[float]) -> float:
 
 
 # ---- against whom ----------------------------------------------------------------------------------------------------
-def best(candidates: Iterable[Measurement], on_workload: Mapping[str, Measurement]) -> Measurement | None:
+def best(candidates: Iterable[Measurement], on_workload: OnWorkload) -> Measurement | None:
     """The fastest that is a result. Needs a common yardstick: the first candidate of all."""
     found: Measurement | None = None
     for m in candidates:
         if m.timing is None or problem(m, on_workload):
             continue
-        against = None if found is None else ratio(m, found)
+        against = None if found is None else ratio(m, found, on_workload)
         if found is None or (against is not None and against.median < 1):
             found = m
     return found
 
 
-def best_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measurement | None:
-    """The fastest peer of a comparable precision; never `m` itself."""
-    return best(_peers_of(m, on_workload), on_workload)
+def best_peer(m: Measurement, on_workload: OnWorkload, precisions: Sequence[str] | None = None) -> Measurement | None:
+    """The fastest peer of these precisions, or of those comparable with `m`; never `m` itself."""
+    wanted = COMPARABLE[m.precision] if precisions is None else precisions
+    return _best_beside(m, (p for p in on_workload.values() if p.family == "peer" and p.precision in wanted), on_workload)
 
 
-def _peers_of(m: Measurement, on_workload: Mapping[str, Measurement]) -> list[Measurement]:
-    precisions = COMPARABLE[m.precision]
-    return [p for p in on_workload.values() if p.family == "peer" and p.precision in precisions and p.system != m.system]
+def _best_beside(m: Measurement, candidates: Iterable[Measurement], on_workload: OnWorkload) -> Measurement | None:
+    """The fastest that is a result, as it was beside `m` if it ever was: one of another run has to be faster by more than what
+    repetitions of one and the same system differ by."""
+    beside = on_workload.beside(m)
+    found = [beside.get(p.system, p) for p in candidates if p.system != m.system]
+    over = {p.system: (found_ratio.median, p) for p in found if (found_ratio := ratio(m, p, on_workload)) is not None}
+    over = {name: (value, p) for name, (value, p) in over.items() if not problem(p, on_workload)}
+    if not over:
+        return None
+    overall = max(over.values(), key=lambda pair: pair[0])
+    own = max((pair for name, pair in over.items() if name in beside), key=lambda pair: pair[0], default=overall)
+    return own[1] if overall[0] <= LOSS_RATIO * own[0] else overall[1]
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -257,11 +316,14 @@ def replays(m: Measurement) -> bool | None:
     return None if launches is None else launches.num_graph_launches > 0
 
 
-def memory_peer(m: Measurement, on_workload: Mapping[str, Measurement]) -> Measurement | None:
+def memory_peer(m: Measurement, on_workload: OnWorkload) -> Measurement | None:
     """The fastest comparable peer that replays CUDA graphs if `m` does, and does not if `m` does not: a graph keeps for itself
     what a step without graphs hands back between its parts."""
-    alike = [p for p in _peers_of(m, on_workload) if replays(p) == replays(m) and p.facts and p.facts.memory]
-    return best(alike, on_workload) if replays(m) is not None else None
+    return None if replays(m) is None else best_peer(m, on_workload.only(lambda p: p is m or _is_alike(p, m)))
+
+
+def _is_alike(m: Measurement, other: Measurement) -> bool:
+    return replays(m) == replays(other) and m.facts is not None and m.facts.memory is not None
 
 
 def memory_ratio(m: Measurement, peer: Measurement | None) -> float | None:
@@ -291,14 +353,14 @@ def defeats(results: Results) -> list[Defeat]:
     """Every row of fxamp that loses to its best comparable peer, worst first."""
     found: list[Defeat] = []
     for m, peer in _beside(results, best_peer):
-        against = ratio(m, peer)
+        against = ratio(m, peer, results.measurements[m.workload])
         if against is not None and against.median > LOSS_RATIO:
             found.append(Defeat(results=results, fxamp=m, peer=peer, ratio=against))
     return sorted(found, key=lambda d: -d.ratio.median)
 
 
 def _beside(
-    results: Results, find: Callable[[Measurement, Mapping[str, Measurement]], Measurement | None]
+    results: Results, find: Callable[[Measurement, OnWorkload], Measurement | None]
 ) -> Iterator[tuple[Measurement, Measurement]]:
     """Every row of fxamp that has a peer, as `find` finds them on its workload, with it."""
     for on_workload in results.measurements.values():

@@ -95,11 +95,12 @@ def _times(results: Results) -> Values:
     rows: list[Values] = []
     for workload, title, ours, peer in report.best_of_both(results):
         dots: list[Values] = []
-        for m in results.measurements[workload].values():
-            over = compare.ratio(m, peer) if m.precision in precisions[title] else None
-            if over is not None and not compare.problem(m, results.measurements[workload]):
+        on = results.measurements[workload]
+        for m in on.values():
+            over = compare.ratio(m, peer, on) if m.precision in precisions[title] else None
+            if over is not None and not compare.problem(m, on):
                 dots.append([m.family, round(over.median, 4), bool(compare.newer(m, results))])
-        over = compare.ratio(ours, peer)
+        over = compare.ratio(ours, peer, on)
         label = workload if title == "16 bit" else f"{workload}, {title}"
         rows.append({"workload": label, "best": round(over.median, 4) if over else None, "dots": dots})
     return rows if len(rows) >= MIN_ROWS else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from bench import compare, rows
-from bench.compare import Defeat, Ratio, Results
+from bench.compare import Defeat, OnWorkload, Ratio, Results
 from bench.rows import Distributed, Measurement, Run, ScheduledRun
 from bench.systems import ANCHOR, REFERENCE, SWEPT
 from bench.workloads import CROSSINGS, NUM_BATCHES
@@ -198,7 +198,7 @@ def headline(results: Results) -> list[str]:
         ["workload", "precision", "best peer", "best of fxamp", "fxamp / peer", *(["memory"] if on_gpu else []), "commit"]
     )
     for workload, title, fxamp, peer in best_of_both(results):
-        ratio = _ratio(compare.ratio(fxamp, peer), bold=True)
+        ratio = _ratio(compare.ratio(fxamp, peer, results.measurements[workload]), bold=True)
         cells = [workload, title, _named(peer, on_gpu), _named(fxamp, on_gpu), ratio]
         cells += [_memory_ratio(fxamp, results.measurements[workload])] if on_gpu else []
         lines.append(_line([*cells, _commit(fxamp.run) + _age_mark(fxamp, results)]))
@@ -211,7 +211,7 @@ def best_of_both(results: Results) -> Iterator[tuple[str, str, Measurement, Meas
         on = results.measurements[workload]
         for title, ours, theirs in CLASSES:
             fxamp = compare.best((m for m in on.values() if m.family == "fxamp" and m.precision in ours), on)
-            peer = compare.best((m for m in on.values() if m.family == "peer" and m.precision in theirs), on)
+            peer = None if fxamp is None else compare.best_peer(fxamp, on, theirs)
             if fxamp is not None and peer is not None:
                 yield workload, title, fxamp, peer
 
@@ -221,7 +221,7 @@ def _named(m: Measurement, on_gpu: bool) -> str:
     return f"{m.system}, {_ms(time_ms)}" if on_gpu and time_ms is not None else m.system
 
 
-def _memory_ratio(m: Measurement, on: Mapping[str, Measurement]) -> str:
+def _memory_ratio(m: Measurement, on: OnWorkload) -> str:
     found = compare.memory_ratio(m, compare.memory_peer(m, on))
     return "" if found is None else f"{found:.2f}"
 
@@ -264,7 +264,7 @@ def _outdated(defeat: Defeat) -> str:
         return ""
     on = defeat.results.measurements[defeat.fxamp.workload]
     took = dict.fromkeys(
-        f"{m.system} {_ratio(compare.ratio(m, peer))} of {peer.system} ({_commit(m.run)}, {m.run.date})"
+        f"{m.system} {_ratio(compare.ratio(m, peer, on))} of {peer.system} ({_commit(m.run)}, {m.run.date})"
         for m in since
         if (peer := compare.best_peer(m, on)) is not None
     )
@@ -313,7 +313,7 @@ def _of_mode(defeat: Defeat) -> str:
     """The peer runs in another mode, and the best peer in fxamp's own mode is no faster."""
     m, on = defeat.fxamp, defeat.results.measurements[defeat.fxamp.workload]
     peer = compare.best_peer(m, _in_mode_of(m, on))
-    found = None if peer is None or peer.mode == defeat.peer.mode else compare.ratio(m, peer)
+    found = None if peer is None or peer.mode == defeat.peer.mode else compare.ratio(m, peer, on)
     if found is None or peer is None or found.median > compare.LOSS_RATIO:
         return ""
     return (
@@ -338,7 +338,7 @@ def _workload(results: Results, workload: str) -> list[str]:
     measured = [m for m in on.values() if m.timing is not None]
     if not measured:
         return []
-    fastest_first = sorted(measured, key=lambda m: (_against(m, measured), m.system))
+    fastest_first = sorted(measured, key=lambda m: (_against(m, on), m.system))
     on_gpu = results.machine.device_type == "cuda"
     columns = {title: cell for title, (cell, needs_gpu) in _COLUMNS.items() if on_gpu or not needs_gpu}
     lines = [f"### {workload}", "", f"{measured[0].workload_about}.", "", *_table_head(["system", *columns])]
@@ -368,14 +368,16 @@ def _workload(results: Results, workload: str) -> list[str]:
     groups = {m.timing.together for m in measured if m.timing is not None}
     if len(groups) > 1:
         why = "not all fitted into memory at once, or they are of several runs"
-        notes.append(f"- measured in {len(groups)} groups, each beside {ANCHOR}: {why}.")
+        num_without = sum(ANCHOR not in group for group in groups)
+        which = f"all but {num_without}" if num_without else "each"
+        notes.append(f"- measured in {len(groups)} groups, {which} beside {ANCHOR}: {why}.")
     return [*lines, "", *notes, ""] if notes else [*lines, ""]
 
 
-def _against(m: Measurement, measured: Sequence[Measurement]) -> float:
+def _against(m: Measurement, on: OnWorkload) -> float:
     """Time relative to the anchor's if there is one, for sorting."""
-    anchor = next((x for x in measured if x.system == ANCHOR), measured[0])
-    ratio = compare.ratio(m, anchor)
+    yardstick = on.get(ANCHOR) or next(x for x in on.values() if x.timing is not None)
+    ratio = compare.ratio(m, on.beside(m).get(yardstick.system, yardstick), on)
     return float("inf") if ratio is None else ratio.median
 
 
@@ -410,22 +412,21 @@ def _vs_same_mode(m: Measurement, results: Results) -> str:
     return _against_best_of(_in_mode_of(m, results.measurements[m.workload]), m)
 
 
-def _in_mode_of(m: Measurement, on: Mapping[str, Measurement]) -> dict[str, Measurement]:
+def _in_mode_of(m: Measurement, on: OnWorkload) -> OnWorkload:
     """What ran in the mode of `m`, and the reference, which says whether the others train."""
-    return {
-        name: p for name, p in on.items() if p.mode == m.mode or (name == REFERENCE and p.precision != m.precision)
-    }
+    return on.only(lambda p: p.mode == m.mode or (p.system == REFERENCE and p.precision != m.precision))
 
 
-def _against_best_of(on: Mapping[str, Measurement], m: Measurement) -> str:
+def _against_best_of(on: OnWorkload, m: Measurement) -> str:
     """For what is no peer itself: the ratio to the best comparable peer."""
     peer = compare.best_peer(m, on) if m.family in ("fxamp", "ceiling") else None
-    return "" if peer is None else _ratio(compare.ratio(m, peer))
+    return "" if peer is None else _ratio(compare.ratio(m, peer, on))
 
 
 def _vs_anchor(m: Measurement, results: Results) -> str:
-    anchor = results.measurements[m.workload].get(ANCHOR)
-    return "" if anchor is None else _ratio(compare.ratio(m, anchor))
+    on = results.measurements[m.workload]
+    anchor = on.beside(m).get(ANCHOR) or on.get(ANCHOR)
+    return "" if anchor is None else _ratio(compare.ratio(m, anchor, on))
 
 
 def _throughput(m: Measurement, results: Results) -> str:

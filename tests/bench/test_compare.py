@@ -13,7 +13,7 @@ TOGETHER = (ANCHOR, "a", "fxamp-bf16")
 
 
 def on(*measurements):
-    return {m.system: m for m in measurements}
+    return compare.OnWorkload(measurements)
 
 
 # ---- ratios ----------------------------------------------------------------------------------------------------------
