@@ -44,6 +44,10 @@ def largest(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor
     Args: gradients: floating or complex, of any shape; slots: for each, where in the result it goes; several may go to one.
     Returns: fp32 [num_slots], 0 in slots without a gradient.
     """
+    if slots == [*range(len(slots))] and _is_plain(gradients):
+        largest_of, num_rest = torch._foreach_norm(gradients, math.inf, dtype=torch.float32), num_slots - len(slots)
+        rest = [torch.zeros((), device=gradients[0].device)] * num_rest if num_rest else []
+        return torch.stack([*largest_of, *rest])
     parts = _parts(gradients, slots)
     largest_of = norms([numbers for _, numbers in parts], math.inf)
     values = [(slot, norm) for (slot, _), norm in zip(parts, largest_of, strict=True)]
@@ -57,6 +61,14 @@ def _(gradients: list[Tensor], slots: list[int], num_slots: int) -> Tensor:
 
 LARGEST: Final = torch.ops.fxamp.largest.default
 """What a graph calls."""
+
+
+def _is_plain(tensors: list[Tensor]) -> bool:
+    """Are all of one 16- or 32-bit floating format, on one device, dense, and none without numbers? Costs the host less than
+    what has to be done where one is not."""
+    (_, dtype, layout), *others = {(x.device, x.dtype, x.layout) for x in tensors}
+    is_one_call = not others and layout == torch.strided and dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return is_one_call and all(map(Tensor.numel, tensors))
 
 
 def numbers_of(x: Tensor) -> Tensor:
@@ -75,7 +87,7 @@ def _in_slots(values: list[tuple[int, Tensor]], num_slots: int, device: torch.de
     """fp32 [num_slots], of fp32 [] for slots: the largest where several are for one, 0 where none is."""
     found: dict[int, Tensor] = {}
     for slot, value in values:
-        here = value.to(device, non_blocking=True)
+        here = value if value.device == device else value.to(device, non_blocking=True)
         found[slot] = torch.maximum(found[slot], here) if slot in found else here
     zero = torch.zeros((), device=device)
     return torch.stack([found.get(slot, zero) for slot in range(num_slots)])

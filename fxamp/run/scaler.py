@@ -358,35 +358,33 @@ class Scaler:
         state = self.state_on(device)
         found = _any_not_finite(gradients, device, state.one)
         arrived = [flags for flags in self._flags.values() if flags.arrivals]
-        told = [flags.look(ids, others, _moved(found, flags.device)) for flags in arrived]
+        told = [flags.look(ids, others, None if found is None else _on(flags.device, found)) for flags in arrived]
         if not told:
             nothing = torch.zeros((), device=device)
             told = [(nothing, nothing, nothing) if found is None else (found, found, nothing)]
-        here = [[x.to(device, non_blocking=True) for x in same] for same in zip(*told, strict=True)]
-        bad, anywhere, largest = (functools.reduce(torch.maximum, same) for same in here)
-        by_region = torch.zeros((2, len(self.regions)), device=device)
-        for flags in arrived if self.regions else ():
-            by_region = torch.maximum(by_region, flags.by_region().to(device, non_blocking=True))
-        if self._dropped is not None:
-            dropped = (x.to(device, non_blocking=True) for x in self._dropped)
-            anywhere, largest, by_region = map(torch.maximum, (anywhere, largest, by_region), dropped)
-            self._dropped = None
-        bad, anywhere, largest, by_region = self._agreed(bad, anywhere, largest, by_region)
+        bad, *numbers = (functools.reduce(torch.maximum, [_on(device, x) for x in same]) for same in zip(*told, strict=True))
         if self.regions:
-            self._note_by_region(by_region.to(state.scale.device, non_blocking=True))
-        self._note_largest(largest.to(state.scale.device, non_blocking=True))
-        self._note_overflow(anywhere.to(state.scale.device, non_blocking=True))  # which is 1 wherever `bad` is
+            by_region = [_on(device, flags.by_region()) for flags in arrived]
+            numbers.append(functools.reduce(torch.maximum, by_region, torch.zeros((2, len(self.regions)), device=device)))
+        if self._dropped is not None:
+            numbers = [torch.maximum(x, _on(device, dropped)) for x, dropped in zip(numbers, self._dropped, strict=False)]
+            self._dropped = None
+        bad, *numbers = self._agreed(bad, *numbers)
+        self._note(*(_on(state.scale.device, x) for x in numbers))
         return bad
+
+    def _note(self, overflowed: Tensor, largest: Tensor, by_region: Tensor | None = None) -> None:
+        self._note_overflow(overflowed)
+        self._note_largest(largest)
+        if by_region is not None and self.regions:
+            self._note_by_region(by_region)
 
     def _note_dropped(self, overflowed: Tensor, largest: Tensor, by_region: Tensor) -> None:
         if ranks.is_one_of_many():
             before, now = self._dropped, (overflowed, largest, by_region)
             self._dropped = now if before is None else (*map(torch.maximum, before, now),)  # pyright: ignore
             return
-        self._note_overflow(overflowed)
-        self._note_largest(largest)
-        if self.regions:
-            self._note_by_region(by_region)
+        self._note(overflowed, largest, by_region)
 
     def _note_overflow(self, overflowed: Tensor) -> None:
         self._overflowed = overflowed if self._overflowed is None else torch.maximum(self._overflowed, overflowed)
@@ -468,7 +466,7 @@ class Scaler:
             if not flags.arrivals.isdisjoint(ids):
                 of_regions = flags.by_region() if self.regions else torch.zeros((2, 0), device=flags.device)
                 told = flags.overflow_of(ids), flags.largest(but=self._others_than(ids)), of_regions
-                self._note_dropped(*(x.to(self.state().scale.device, non_blocking=True) for x in told))
+                self._note_dropped(*(_on(self.state().scale.device, x) for x in told))
                 flags.clear(self.scale_on(flags.device), ids)
 
     def _update(self, *, clears: bool = True) -> None:
@@ -479,7 +477,7 @@ class Scaler:
         if self.watches:
             facts = (state.num_updates, overflowed, state.calibrates(overflowed))
             for flags in self._flags.values():
-                here = (x.to(flags.device, non_blocking=True) for x in facts)
+                here = (_on(flags.device, x) for x in facts)
                 flags.watch.close(self.scale_on(flags.device), *here)
         largest = torch.zeros_like(overflowed) if self._largest is None else self._largest
         moves, stores = self._precisions.tests_scale(), list(self._flags.values())
@@ -640,23 +638,33 @@ def _rank() -> int | None:
     return distributed.get_rank() if ranks.is_one_of_many() else None
 
 
-def _moved(x: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if x is None else x.to(device, non_blocking=True)
-
-
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device, one: Tensor) -> Tensor | None:
     """fp32 [], 1 if a gradient holds an inf or a NaN, else 0; None: there is no gradient. One call a device, GradScaler's,
     which multiplies by `one`, fp32 [], in place: through `data`, for a gradient may be saved for somebody's backward; and not
     through what is expanded."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
-        numbers = ops.numbers_of(gradient)
-        numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
-        overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]
-        by_device.setdefault(numbers.device, []).append(numbers.clone().contiguous() if overlaps else numbers.data)
+        numbers = gradient
+        is_plain = type(gradient) is Tensor and gradient.layout == torch.strided and not gradient.is_complex()
+        if not (is_plain and gradient.is_contiguous()):
+            numbers = _numbers_in_place(gradient)
+        by_device.setdefault(numbers.device, []).append(numbers.data)
     found = list[Tensor]()
     for place, together in by_device.items():
         flag = torch.zeros((), device=place)
-        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, one.to(place, non_blocking=True))
-        found.append(flag.to(device, non_blocking=True))
+        torch._amp_foreach_non_finite_check_and_unscale_(together, flag, _on(place, one))
+        found.append(_on(device, flag))
     return functools.reduce(torch.maximum, found) if found else None
+
+
+def _numbers_in_place(gradient: Tensor) -> Tensor:
+    """The real numbers that one holds here, each once; a copy where several places of it are one."""
+    numbers = ops.numbers_of(gradient)
+    numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
+    overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]
+    return numbers.clone().contiguous() if overlaps else numbers
+
+
+def _on(device: torch.device, x: Tensor) -> Tensor:
+    """Without a wait; where it is there already, without a call of PyTorch, of which a step would have twenty."""
+    return x if x.device == device else x.to(device, non_blocking=True)
