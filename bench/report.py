@@ -286,11 +286,20 @@ def _memory_defeats(results: Results, causes: Causes) -> list[str]:
     for defeat in sorted(found, key=lambda d: bool(compare.newer(d.fxamp, results))):
         m, peer = defeat.fxamp, defeat.peer
         sizes = " / ".join(f"{x.facts.memory.reserved_bytes / 2**30:.2f}" for x in (m, peer) if x.facts and x.facts.memory)
+        cause = causes.get(m.workload, {}).get(memory_of(m.system), _outdated_memory(m, results) or "*not explained yet*")
         lines.append(
             f"- **{m.workload} / {m.system}**{_age_mark(m, results)}: {defeat.ratio:.2f} of {peer.system}, {sizes} GiB "
-            f"({_commit(m.run)}, {m.run.date}). {causes.get(m.workload, {}).get(memory_of(m.system), '*not explained yet*')}"
+            f"({_commit(m.run)}, {m.run.date}). {cause}"
         )
     return [*lines, ""]
+
+
+def _outdated_memory(m: Measurement, results: Results) -> str:
+    """What fxamp holds on the workload since, where a row is of an older source."""
+    on = results.measurements[m.workload]
+    over = {x.system: _memory_ratio(x, on) for x in compare.newer(m, results)}
+    since = ", ".join(f"{name} {ratio}" for name, ratio in over.items() if ratio)
+    return f"Not measured since; newer rows here, over their peers: {since}." if since else ""
 
 
 def memory_of(system: str) -> str:

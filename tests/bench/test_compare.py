@@ -50,6 +50,25 @@ def test_no_ratio_without_a_common_yardstick():
     assert compare.ratio(measurement("a", None), b) is None
 
 
+def test_without_an_anchor_rows_of_different_runs_meet_in_a_peer():
+    """The second run's machine was half as fast, for everybody; fxamp's own rows, of different sources, are no yardstick."""
+    peers = [measurement("a", (t,) * 3, together=("a", "fxamp-bf16", name), anchor_ms=(), run=run(r))
+             for t, name, r in ((10.0, "fxamp-fp16", "r1"), (20.0, "b", "r2"))]  # fmt: skip
+    ours = [measurement("fxamp-bf16", (t,) * 3, together=p.timing.together, anchor_ms=(), run=p.run)
+            for t, p in zip((8.0, 99.0), peers, strict=True) if p.timing]  # fmt: skip
+    one = measurement("fxamp-fp16", (5.0,) * 3, together=("a", "fxamp-bf16", "fxamp-fp16"), anchor_ms=(), run=run("r1"))
+    other = measurement("b", (40.0,) * 3, together=("a", "fxamp-bf16", "b"), anchor_ms=(), run=run("r2"))
+    rows = on(*peers, *ours, one, other)
+    assert compare.ratio(one, other) is None
+    found = compare.ratio(one, other, rows)
+    assert found is not None
+    assert (found.median, found.low) == (0.25, 0.25)  # 5 / 10 over 40 / 20
+    assert compare.ratio(one, other, on(*ours, one, other)) is None
+    found = compare.ratio(one, peers[1], rows)  # the peer itself, of another run
+    assert found is not None
+    assert found.median == 0.5
+
+
 # ---- results and non-results -----------------------------------------------------------------------------------------
 REFERENCE_ROW = measurement(REFERENCE, precision="fp32")
 
@@ -102,6 +121,16 @@ def test_best_peer_is_the_fastest_comparable_one_that_trains():
     assert compare.best_peer(fast, found) is slow  # never itself
     assert compare.best_peer(replace(ours, precision="tf32"), found) is None
     assert compare.best_peer(replace(ours, precision="fp8"), found) is fast  # bf16 counts against fp8
+
+
+@pytest.mark.parametrize(("later_ms", "is_later"), [(8.0, False), (7.9, False), (7.0, True)])
+def test_the_best_peer_is_as_it_was_beside_the_row(later_ms, is_later):
+    """One of another run has to be faster by more than a system differs from itself."""
+    together = (ANCHOR, "peer", "fxamp-bf16")
+    ours, beside = (measurement(name, (8.0,) * 3, together=together) for name in ("fxamp-bf16", "peer"))
+    slower = measurement("peer", (9.0,) * 3, run=run("r2"), together=(ANCHOR, "peer", "other"))
+    later = measurement("other", (later_ms,) * 3, run=run("r2"), together=(ANCHOR, "peer", "other"))
+    assert compare.best_peer(ours, on(ours, beside, slower, later)) is (later if is_later else beside)
 
 
 @pytest.mark.parametrize(("step_ms", "loses"), [(10.3, True), (10.1, False), (8.0, False)])
