@@ -206,20 +206,19 @@ def ratio(m: Measurement, other: Measurement, on: OnWorkload | None = None) -> R
 
 def _through_a_peer(m: Measurement, other: Measurement, on: OnWorkload) -> Ratio | None:
     """Of fxamp, rows of different runs may be of different sources."""
-    ours, theirs = ({m.system: m, **on.beside(m)}, {other.system: other, **on.beside(other)})
+    ours, theirs = ({x.system: x, **on.beside(x)} for x in (m, other))
     for name in ours:
         if name in theirs and ours[name].family != "fxamp":
-            over = [1.0 if x is peer else _paired(x, peer) for x, peer in ((m, ours[name]), (other, theirs[name]))]
-            if None not in over:
-                value = over[0] / over[1]  # pyright: ignore[reportOptionalOperand]
-                return Ratio(median=value, low=value, high=value)
+            a, b = _paired(m, ours[name]), _paired(other, theirs[name])
+            if a is not None and b is not None:
+                return Ratio(median=a / b, low=a / b, high=a / b)
     return None
 
 
 def _paired(m: Measurement, other: Measurement) -> float | None:
-    assert m.timing is not None
-    assert other.timing is not None
-    found = ratio_of_pairs(m.timing.step_ms, other.timing.step_ms)
+    if m is other:
+        return 1.0
+    found = ratio_of_pairs(m.timing.step_ms, other.timing.step_ms) if m.timing and other.timing else None
     return None if found is None else found.median
 
 
