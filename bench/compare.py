@@ -31,8 +31,8 @@ LOSS_RATIO: Final = 1.02
 differ by."""
 
 MIN_SHARE_OF_DROP: Final = 0.9
-"""A system trains if its loss fell by at least this share of fp32's drop. A judgement: steps that a loss scaler skips
-at the start, while it finds its scale, cost a few percent; who loses more than a tenth in so few steps needs a look."""
+"""A system trains if its loss fell by at least this share of fp32's drop after as many updates. A judgement: who loses more
+than a tenth in so few steps needs a look."""
 
 LOSS_NOISE: Final = torch.finfo(torch.bfloat16).eps / 2
 """Relative: a loss is not known better than by one rounding to bf16, so that a smaller gap says nothing."""
@@ -237,7 +237,9 @@ def problem(m: Measurement, on_workload: Mapping[str, Measurement]) -> str | Non
     reference = on_workload.get(REFERENCE)
     if reference is None or reference.facts is None or len(reference.facts.losses) != len(losses):
         return None
-    drop, expected = loss_drop(losses), loss_drop(reference.facts.losses)
+    # As many updates as it has taken: a scaler that looks for its scale skips the first ones.
+    num_taken = max(len(losses) - (m.facts.num_skipped or 0), NUM_BATCHES + 1)
+    drop, expected = loss_drop(losses), loss_drop(reference.facts.losses[:num_taken])
     if drop < MIN_SHARE_OF_DROP * expected - LOSS_NOISE * abs(losses[0]):
         return f"trains worse: loss fell by {drop:.3g}, that of fp32 by {expected:.3g}"
     return None

@@ -56,7 +56,8 @@ compared through it. torch's settings are its defaults: on a GPU, fp32 means TF3
 - **casts**: between float formats in the joint graphs, whoever asked for them, and the bytes they would move if none
   were fused.
 - **loss**: mean over the last {NUM_BATCHES} of the first steps, all systems from the same weights. Of inference:
-  relative error of the output against eager fp32. ✗ marks what is no result; its reason is below the table.
+  relative error of the output against eager fp32. ✗ marks what is no result, such as a loss that fell by less than nine
+  tenths of what fp32's did after as many updates, skipped steps left out; its reason is below the table.
 """
 
 
@@ -397,6 +398,8 @@ def _notes(m: Measurement) -> list[str]:
     notes = [facts.note] if facts.note else []
     if facts.fxamp is not None and facts.fxamp.precisions != (m.precision,):
         notes.append(f"ran in {', '.join(facts.fxamp.precisions) or 'no graph at all'}: {'; '.join(facts.fxamp.notes)}")
+    if facts.num_skipped:
+        notes.append(f"{facts.num_skipped} of the first {len(facts.losses)} steps skipped, while the loss scale was found")
     if facts.num_graph_breaks:
         notes.append(f"{facts.num_graphs} graphs, {facts.num_graph_breaks} graph breaks")
     if facts.num_cuda_graph_skips:

@@ -92,6 +92,9 @@ class Facts:
     num_cuda_graph_skips: int
     fxamp: Fxamp | None
     note: str | None
+    num_skipped: int | None = None
+    """Of the steps that `losses` are of, those that a loss scaler left out. None: there is none, or nobody asked (rows before
+    2026-12-01)."""
 
 
 @dataclass(frozen=True, kw_only=True)

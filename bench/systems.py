@@ -10,7 +10,9 @@ iteration (micro-batches) live in buffers of their own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -80,6 +82,8 @@ class Runner:
     model: nn.Module
     note: str | None = None
     """What is special about it."""
+    read_skipped: Callable[[], int] | None = None
+    """Steps that a loss scaler has left out so far. Waits for the device. None: there is no loss scaler."""
 
 
 class NotApplicable(Exception):
@@ -212,6 +216,9 @@ def all_systems() -> dict[str, System]:
     return {**peers, CONTROL: control, **{s.name: s for s in _fxamp()}}
 
 
+INIT_SCALE: Final = 2.0**16
+"""GradScaler's."""
+
 ANCHOR: Final = "bf16-autocast-compile"
 """The system that every run measures, beside which all others are timed: what most people use."""
 
@@ -321,13 +328,25 @@ def prepare(
     )
     note = _change_model(system, parts.model)
     amp = amp_for(system, workload) if system.compiler == "fxamp" else None
+    read_skipped = None
     if workload.kind == "infer":
         step = _inference(system, parts, device_type, amp)
-    elif system.is_train_step:
-        step = _fxamp_step(workload, parts, device_type, amp, around)
     else:
-        step = _training(system, workload, parts, device_type, amp, around)
-    return Runner(step=step, amp=amp, model=parts.model, note=note)
+        scaler = torch.amp.GradScaler(device_type, enabled=system.scaler)
+        if system.is_train_step:
+            step = _fxamp_step(workload, parts, device_type, amp, around)
+        else:
+            step = _training(system, workload, parts, device_type, amp, around, scaler)
+        if system.scaler:
+            read_skipped = functools.partial(_read_skipped, scaler)
+        elif amp is not None and system.precision == "fp16" and not system.unscaled:
+            read_skipped = amp.read_skipped_steps
+    return Runner(step=step, amp=amp, model=parts.model, note=note, read_skipped=read_skipped)
+
+
+def _read_skipped(scaler: torch.amp.GradScaler) -> int:
+    """Of a scaler with its defaults, which halves the scale for each, as long as it has not grown: in the first 2000 steps."""
+    return round(math.log2(INIT_SCALE / scaler.get_scale()))
 
 
 def compiled(system: System, module: nn.Module, amp: fxamp.Amp | None) -> Callable[..., Tensor]:
@@ -399,6 +418,7 @@ def _training(
     device_type: str,
     amp: fxamp.Amp | None,
     around: Callable[[nn.Module], nn.Module],
+    scaler: torch.amp.GradScaler,
 ) -> Callable[[Sequence[Batch]], Tensor]:
     optimizer = optimizer_for(workload, parts.model, device_type)
     if amp is not None:
@@ -412,7 +432,6 @@ def _training(
         def loss_of(x: Tensor, y: Tensor) -> Tensor:
             return criterion(run(x), y)
 
-    scaler = torch.amp.GradScaler(device_type, enabled=system.scaler)
     num_micro_batches = workload.num_micro_batches
     # A gradient that a CUDA graph returned is overwritten by the next replay: the sum needs memory of its own.
     keeps_gradients = num_micro_batches > 1 and system.is_replaying

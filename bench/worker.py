@@ -123,6 +123,7 @@ class Server:
         expected = _expected(workload, parts)
         compile_s, losses, output = self._start(workload, parts, casts)
         job = self._current()
+        num_skipped = None if job.runner.read_skipped is None else job.runner.read_skipped()  # before there are more steps
         return Facts(
             losses=losses if workload.kind == "train" else (),
             output_error=None if expected is None else _relative_error(output, expected),
@@ -138,6 +139,7 @@ class Server:
             num_cuda_graph_skips=counters["inductor"]["cudagraph_skips"],
             fxamp=None if job.runner.amp is None else _fxamp_facts(job.runner.amp),
             note=job.runner.note,
+            num_skipped=num_skipped,
         )
 
     def time(self, num_steps: int) -> float:

@@ -102,6 +102,15 @@ def test_other_lengths_are_not_compared():
     assert compare.problem(m, on(m, REFERENCE_ROW)) is None
 
 
+@pytest.mark.parametrize(("num_skipped", "is_good"), [(None, False), (0, False), (2, True), (7, True)])
+def test_skipped_steps_are_no_updates(num_skipped, is_good):
+    """Who has skipped two steps is as far as fp32 was two steps before."""
+    falling = tuple(9.0 - 0.5 * i for i in range(12))
+    m = measurement("fxamp-fp16", facts=facts(losses=(9.0, 9.0, *falling[:-2]), num_skipped=num_skipped))
+    reference = measurement(REFERENCE, facts=facts(losses=falling))
+    assert (compare.problem(m, on(m, reference)) is None) == is_good
+
+
 @pytest.mark.parametrize(("error", "is_good"), [(0.01, True), (0.2, False), (math.nan, False)])
 def test_inference(error, is_good):
     m = measurement("fxamp-bf16", workload_kind="infer", facts=facts(losses=(), output_error=error))

@@ -131,6 +131,30 @@ def test_scaler_follows_the_recipe(monkeypatch):
     assert set(calls) == {"off"}
 
 
+@pytest.mark.parametrize("name", ["fp16-autocast-compile", "fxamp-fp16", "fxamp-fp16-train-step"])
+def test_skipped_steps_are_counted(monkeypatch, name):
+    """A step that changes no parameter."""
+    if name.startswith("fxamp"):
+        monkeypatch.setattr(systems, "amp_for", lambda *_: fxamp.Amp(precision="fp16", lower="aot_eager"))
+    else:
+        eagerly(monkeypatch)
+    parts = tiny().parts("cpu")
+    runner = systems.prepare(SYSTEMS[name], tiny(), parts, "cpu")
+    weight, num_unchanged = next(parts.model.parameters()), 0
+    for i in range(8):
+        x, y = parts.batches[0]
+        before = weight.detach().clone()
+        runner.step([(x * (100.0 if i < 5 else 1.0), y)])
+        num_unchanged += torch.equal(before, weight)
+    assert runner.read_skipped is not None
+    assert 0 < runner.read_skipped() == num_unchanged < 8
+
+
+def test_without_a_scaler_nothing_is_counted():
+    for name in (ANCHOR, "fxamp-bf16", "fxamp-fp16-unscaled-train-step"):
+        assert systems.prepare(SYSTEMS[name], tiny(), tiny().parts("cpu"), "cpu").read_skipped is None
+
+
 @pytest.mark.parametrize(("name", "num_expected"), [("bf16-autocast-reduce-overhead", 3), (ANCHOR, 0)])
 def test_replayed_iterations_are_marked(monkeypatch, name, num_expected):
     """As on a GPU: everything on the CPU but what the set-up thinks."""
