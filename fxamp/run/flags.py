@@ -175,8 +175,10 @@ class Flags:
     @torch.no_grad()  # with create_graph=True a gradient has a history
     def _arrive(self, span: slice, ids: frozenset[int], graph: ProbedGraph, probe: Tensor) -> None:
         assert probe.grad is not None
-        largest, shares, regions, watched = probe.grad.split(graph.parts)
-        torch.maximum(self._store[span], largest, out=self._store[span])
+        whole, here = probe.grad, self._store[span]
+        has_more = len(whole) > graph.num_slots
+        largest, shares, regions, watched = whole.split(graph.parts) if has_more else (whole, whole, whole, whole)
+        torch.maximum(here, largest, out=here)
         if graph.has_shares:
             torch.maximum(self._record[2, span], shares, out=self._record[2, span])
             self._has_shares = True
