@@ -522,32 +522,38 @@ class Amp:
         return SteppedSchedule(schedule, None) if self._scaler is None else self._scaler.when_stepped(schedule)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain Python: {"scaling": ..., "scheduler": ...}, without what there is not. Waits
-        for the device."""
+        """What a resumed run needs, as plain Python: {"scaling": ..., "precision": {region: precision}, "scheduler": ...},
+        without what there is not: a precision where there is a ladder. Waits for the device."""
         state: dict[str, Any] = {} if self._scaler is None else {"scaling": self._scaler.state_dict()}
+        if len(self._precisions.ladder) > 1:
+            state["precision"] = dict(self._precisions.current())
         return state if self.options.scheduler is None else state | {"scheduler": self._observer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from `state_dict()`, or from the state of a `torch.amp.GradScaler`.
 
-        A scheduler about which the state says nothing goes on as it is.
+        A scheduler about which the state says nothing goes on as it is, and so do precisions.
         Raises: InvalidOption for a state that is neither, or is of a run with a scheduler where there is none; NeedsScaling
-        where gradients are not scaled, and the state's are.
+        where gradients are not scaled, and the state's are; UnknownOption for a precision off the ladder, or another region.
         """
         if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise errors.InvalidOption(
                 f"load_state_dict() was given a {type(state).__name__}",
                 way_out="Give it what state_dict() of an Amp has returned",
             )
-        rest = {name: part for name, part in state.items() if name != "scheduler"}
-        if len(rest) < len(state) and self.options.scheduler is None:
+        rest = {name: part for name, part in state.items() if name not in ("scheduler", "precision")}
+        if "scheduler" in state and self.options.scheduler is None:
             raise errors.InvalidOption(
                 f"the state is of a run with a scheduler, and {self} has none",
                 way_out='Give scheduler=..., or leave "scheduler" out of the state',
             )
+        precision: Mapping[str, str] = state.get("precision", {})
+        self._precisions.check(precision)
         if rest or self._scaler is not None:
             self._scaling.load_state_dict(rest.get("scaling", rest))
-        if len(rest) < len(state):
+        if precision:
+            self._precisions.force(precision)
+        if "scheduler" in state:
             self._observer.load_state_dict(state["scheduler"])
 
     @property

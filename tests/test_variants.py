@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from typing import Any
 
@@ -529,3 +530,46 @@ def test_what_was_told_of_the_floor_before_the_precision_rose_does_not_raise_it_
         found.append(amp.precisions["model"])
     # Heard of at step 2 is the overflow of step 0; those of steps 1 and 2 are on their way. That of step 6 is another matter.
     assert found == ["fp16"] * 2 + ["bf16"] * 6 + ["fp32"] * 4
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_run_that_is_resumed_hears_of_the_floor_as_the_uninterrupted_one(at: int):
+    """The precision is part of what is saved, and so are answers on their way to the host."""
+
+    def start() -> tuple[fxamp.Amp, optim.Optimizer]:
+        amp = switching("fp16", "bf16", "fp32", scaling=fxamp.DynamicScale(init=2.0, at_floor="raise precision"))
+        optimizer = optim.SGD([nn.Parameter(torch.zeros(4))], lr=1e-3)
+        amp.attach(optimizer)
+        assert amp._scaler is not None
+        amp._scaler._at_floor = Mailbox(3)
+        return amp, optimizer
+
+    def train(amp: fxamp.Amp, optimizer: optim.Optimizer, steps: range) -> list[str]:
+        found: list[str] = []
+        for step in steps:
+            optimizer.param_groups[0]["params"][0].grad = torch.full((4,), torch.inf if step in (0, 1, 2, 3, 7) else 1.0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            found.append(amp.precisions["model"])
+        return found
+
+    amp, optimizer = start()
+    whole = train(amp, optimizer, range(14))
+    assert set(whole) == {"fp16", "bf16", "fp32"}
+    first, first_optimizer = start()
+    found = train(first, first_optimizer, range(at))
+    again, again_optimizer = start()
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + train(again, again_optimizer, range(at, 14)) == whole
+    assert json.dumps(again.state_dict()) == json.dumps(amp.state_dict())
+
+
+def test_a_state_of_another_ladder_is_refused():
+    state = switching("fp16", "fp32").state_dict()
+    assert state["precision"] == {"model": "fp16"}
+    for precision, says in (({"model": "bf16"}, "bf16"), ({"blocks": "fp16"}, "blocks")):
+        amp = switching("fp16", "fp32")
+        with pytest.raises(errors.UnknownOption, match=says):
+            amp.load_state_dict(state | {"precision": precision})
+        assert amp.precisions == {"model": "fp16"}

@@ -233,6 +233,7 @@ class LossScale:
             "num_skipped": int(self.num_skipped),
             "num_calibrating": int(self.num_calibrating),
             "is_calibrating": bool(self._is_calibrating),
+            "num_at_floor": int(self.num_at_floor),
             "history": [tuple(update) for update in self.read_history()],
         } | (
             {"history_by_region": {name: [tuple(update) for update in self.read_history(name)] for name in self.regions}}
@@ -275,6 +276,7 @@ class LossScale:
         self.num_skipped.fill_(state["num_skipped"])
         self.num_calibrating.fill_(state["num_calibrating"])
         self._is_calibrating.fill_(state["is_calibrating"])
+        self.num_at_floor.fill_(state.get("num_at_floor", 0))  # states before 0.1 have none
         self.num_updates.fill_(len(state["history"]))
         self._history.zero_()
         by_region = state.get("history_by_region", {})

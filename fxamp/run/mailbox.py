@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -62,6 +62,16 @@ class Mailbox:
     def refill(self, values: Iterable[Tensor]) -> None:
         """Puts what was on its way, host tensors, in place of what is."""
         self._posted = deque((value, None) for value in values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides what arrives when, as plain Python. Waits for the device."""
+        waiting = [values.tolist() for values in self.read_waiting()]
+        return {"num_posts": self._num_posts, "num_stale": self._num_stale, "waiting": waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict()`, with fp64 in place of what it carried."""
+        self._num_posts, self._num_stale = state["num_posts"], state["num_stale"]
+        self.refill(torch.tensor(values, dtype=torch.float64) for values in state["waiting"])
 
     def _send(self, values: Tensor) -> _Message:
         values = values.detach()

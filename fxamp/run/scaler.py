@@ -616,10 +616,13 @@ class Scaler:
         return [slot for flags in self._flags.values() for slot in flags.read_slots()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the scale; waits for the device."""
-        if self._loss_scale is None or (not self._has_begun and self._loaded is None):
-            return dict(self._loaded) if self._loaded is not None else self._new_scale(torch.device("cpu")).state_dict()
-        return self._loss_scale.state_dict()
+        """The state of the scale, and what the host knows of its floor; waits for the device."""
+        at_floor = {"known": self._num_at_floor, **self._at_floor.state_dict()}
+        if self._loss_scale is not None and (self._has_begun or self._loaded is not None):
+            return self._loss_scale.state_dict() | {"at_floor": at_floor}
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return self._new_scale(torch.device("cpu")).state_dict() | {"at_floor": at_floor}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state. Raises: InvalidOption for a state that is no loss scale's."""
@@ -627,6 +630,9 @@ class Scaler:
         self._loaded = dict(state)
         self._overflowed = self._largest = self._by_region = self._dropped = None
         self._stepped.clear()
+        at_floor: Mapping[str, Any] = state.get("at_floor", {"known": 0.0, "num_posts": 0, "num_stale": 0, "waiting": []})
+        self._num_at_floor = float(at_floor["known"])
+        self._at_floor.load_state_dict(at_floor)
         if self._loss_scale is not None:
             self._loss_scale.load_state_dict(state)
             self._refresh_replicas()

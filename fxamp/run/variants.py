@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fxamp import errors
 from fxamp.ladder import MAX_VARIANTS, Assignment, Ladder
+from fxamp.run.stepping import untraced
 
 Compiled = Callable[..., Any]
 
@@ -80,6 +81,13 @@ class Precisions:
         self._wanted = {**self._current, **current}
         self._swap()
 
+    def check(self, saved: Mapping[str, str]) -> None:
+        """Raises: UnknownOption for a precision off the ladder, or a region that does not exist."""
+        for name, precision in saved.items():
+            if name not in self._current:
+                raise errors.unknown("region", name, self._current)
+            self.structure.check(precision)
+
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """What is forced inside is undone behind it."""
@@ -137,7 +145,7 @@ class Precisions:
             if known is not None:
                 known.end_step()
 
-        optimizer.register_step_post_hook(end)
+        optimizer.register_step_post_hook(untraced(end))
 
     def end_step(self) -> None:
         """What was asked for meanwhile comes into effect."""
