@@ -191,7 +191,7 @@ def ratio(m: Measurement, other: Measurement, on: OnWorkload | None = None) -> R
 
     Of systems that took turns: from pairs of the same repetition, so that what slows the whole machine down cancels. Of
     systems of different runs or groups: both are compared with the anchor, which took turns with each; or else, `on` a
-    workload, with a peer that did.
+    workload, with the peers that did.
     """
     a, b = m.timing, other.timing
     if a is None or b is None:
@@ -205,14 +205,18 @@ def ratio(m: Measurement, other: Measurement, on: OnWorkload | None = None) -> R
 
 
 def _through_a_peer(m: Measurement, other: Measurement, on: OnWorkload) -> Ratio | None:
-    """Of fxamp, rows of different runs may be of different sources."""
+    """Several peers that took turns with both say different things: their median. Of fxamp, rows of different runs may be of
+    different sources."""
     ours, theirs = ({x.system: x, **on.beside(x)} for x in (m, other))
-    for name in ours:
-        if name in theirs and ours[name].family != "fxamp":
+    found: list[float] = []
+    for name in ours.keys() & theirs.keys():
+        if ours[name].family != "fxamp":
             a, b = _paired(m, ours[name]), _paired(other, theirs[name])
-            if a is not None and b is not None:
-                return Ratio(median=a / b, low=a / b, high=a / b)
-    return None
+            found += [] if a is None or b is None else [a / b]
+    if not found:
+        return None
+    value = statistics.median(found)
+    return Ratio(median=value, low=value, high=value)
 
 
 def _paired(m: Measurement, other: Measurement) -> float | None:
@@ -275,22 +279,26 @@ def best(candidates: Iterable[Measurement], on_workload: OnWorkload) -> Measurem
 
 def best_peer(m: Measurement, on_workload: OnWorkload, precisions: Sequence[str] | None = None) -> Measurement | None:
     """The fastest peer of these precisions, or of those comparable with `m`; never `m` itself."""
+    return _best_beside(m, _is_peer(m, precisions), on_workload)
+
+
+def _is_peer(m: Measurement, precisions: Sequence[str] | None = None) -> Callable[[Measurement], bool]:
     wanted = COMPARABLE[m.precision] if precisions is None else precisions
-    return _best_beside(m, (p for p in on_workload.values() if p.family == "peer" and p.precision in wanted), on_workload)
+    return lambda p: p.family == "peer" and p.precision in wanted and p.system != m.system
 
 
-def _best_beside(m: Measurement, candidates: Iterable[Measurement], on_workload: OnWorkload) -> Measurement | None:
+def _best_beside(m: Measurement, is_wanted: Callable[[Measurement], bool], on_workload: OnWorkload) -> Measurement | None:
     """The fastest that is a result, as it was beside `m` if it ever was: one of another run has to be faster by more than what
     repetitions of one and the same system differ by."""
     beside = on_workload.beside(m)
-    found = [beside.get(p.system, p) for p in candidates if p.system != m.system]
-    over = {p.system: (found_ratio.median, p) for p in found if (found_ratio := ratio(m, p, on_workload)) is not None}
-    over = {name: (value, p) for name, (value, p) in over.items() if not problem(p, on_workload)}
+    rows = (beside.get(name, p) for name, p in on_workload.items())
+    over = {p.system: (p, against.median) for p in rows if is_wanted(p) and (against := ratio(m, p, on_workload))}
+    over = {name: (p, value) for name, (p, value) in over.items() if not problem(p, on_workload)}
     if not over:
         return None
-    overall = max(over.values(), key=lambda pair: pair[0])
-    own = max((pair for name, pair in over.items() if name in beside), key=lambda pair: pair[0], default=overall)
-    return own[1] if overall[0] <= LOSS_RATIO * own[0] else overall[1]
+    overall = max(over.values(), key=lambda pair: pair[1])
+    own = max((pair for name, pair in over.items() if name in beside), key=lambda pair: pair[1], default=overall)
+    return own[0] if overall[1] <= LOSS_RATIO * own[1] else overall[0]
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -320,11 +328,14 @@ def replays(m: Measurement) -> bool | None:
 def memory_peer(m: Measurement, on_workload: OnWorkload) -> Measurement | None:
     """The fastest comparable peer that replays CUDA graphs if `m` does, and does not if `m` does not: a graph keeps for itself
     what a step without graphs hands back between its parts."""
-    return None if replays(m) is None else best_peer(m, on_workload.only(lambda p: p is m or _is_alike(p, m)))
+    if replays(m) is None:
+        return None
+    is_peer = _is_peer(m)
 
+    def is_alike(p: Measurement) -> bool:
+        return is_peer(p) and replays(p) == replays(m) and p.facts is not None and p.facts.memory is not None
 
-def _is_alike(m: Measurement, other: Measurement) -> bool:
-    return replays(m) == replays(other) and m.facts is not None and m.facts.memory is not None
+    return _best_beside(m, is_alike, on_workload)
 
 
 def memory_ratio(m: Measurement, peer: Measurement | None) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from bench import systems
@@ -144,8 +144,8 @@ class Contest:
         is_single = todo[0] in self.outcome.crowded_out or tunes(todo[0])
         together = todo[:1] if is_single else [name for name in todo if not tunes(name)]
         free_bytes = self.crew.ask_device("device_facts")["free_bytes"]
-        if free_bytes is not None:  # what others gave back, one of them takes again for its turn
-            free_bytes -= max((self.needs.reserved_bytes.get(name, 0) for name in beside), default=0)
+        if free_bytes is not None:  # what the others gave back, one of them at a time takes again
+            free_bytes -= max((self.needs.returned_bytes.get(name, 0) for name in beside), default=0)
         batch = together[: self.needs.num_that_fit(together, free_bytes, self.config.num_jobs)]
         while len(batch) > 1 and not self.has_time_for(batch, beside):
             batch.pop()
@@ -169,7 +169,9 @@ class Contest:
             if reply.status == "ok":
                 self.needs.build_s[name] = time.monotonic() - begin_s
                 if reply.value.memory is not None:
-                    self.needs.reserved_bytes[name] = reply.value.memory.reserved_bytes
+                    memory = reply.value.memory
+                    self.needs.reserved_bytes[name] = memory.reserved_bytes
+                    self.needs.returned_bytes[name] = memory.reserved_bytes - memory.idle_bytes
             self.crew.say(f"  {name}: {_built(reply)}{', left for another run' if is_left(reply) else ''}")
 
         def is_left(reply: Reply) -> bool:
@@ -190,10 +192,12 @@ class Contest:
             num = num_steps[name] if is_calibrated else min(num_steps[name], 3)
             reply = self.crew.ask(name, "time", num)
             while name == ANCHOR and reply.is_out_of_memory and len(num_steps) > 1:
-                last = list(num_steps)[-1]
-                self._make_room(last, reply)
-                del num_steps[last]
-                reply = self.crew.ask(name, "time", num)
+                self._make_room(list(num_steps)[-1], reply)
+                num_steps.popitem()
+                reply = self._build([ANCHOR]).get(ANCHOR, reply)  # its process has ended
+                if reply.status == "ok":
+                    self.outcome.replies[ANCHOR] = reply
+                    reply = self.crew.ask(name, "time", num)
             if reply.status != "ok":
                 self.crew.say(f"  {name}: {reply.reason}")
                 del num_steps[name]
@@ -226,11 +230,12 @@ class Contest:
                 self._note({name: times_ms[name][:num_complete] for name in num_steps}, num_steps)
 
     def _make_room(self, name: str, reply: Reply) -> None:
-        """Releases a system, for an anchor whose turn had this reply: it lacked memory."""
+        """Releases a system for an anchor whose turn had this reply: it lacked memory. One that has had a group of its own
+        already will have no time."""
         self.crew.say(f"  {name}: makes room for {ANCHOR}")
-        if not self.outcome.crowd_out(name, reply):  # it had a group of its own already
-            self.outcome.replies[name] = reply
         self._release([name])
+        if not self.outcome.crowd_out(name, reply):
+            self.outcome.replies[name] = replace(reply, reason=f"{ANCHOR} beside it: {reply.reason}")
 
     def _note(self, times_ms: Mapping[str, Sequence[float]], num_steps: Mapping[str, int]) -> None:
         """Keeps what systems that took turns were timed at."""

@@ -163,6 +163,8 @@ class Memory:
     allocated_bytes: int
     reserved_bytes: int
     """With what the allocator and CUDA graphs hold beyond."""
+    idle_bytes: int = 0
+    """Reserved between steps, when all that can be given back is; 0 in rows before 2026-12-01."""
 
 
 def peak_memory(run_step: Callable[[], object], num_steps: int) -> Memory:
@@ -173,7 +175,10 @@ def peak_memory(run_step: Callable[[], object], num_steps: int) -> Memory:
     for _ in range(num_steps):
         run_step()
     torch.cuda.synchronize()
-    return Memory(allocated_bytes=torch.cuda.max_memory_allocated(), reserved_bytes=torch.cuda.max_memory_reserved())
+    allocated_bytes, reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    idle_bytes = torch.cuda.memory_reserved()
+    return Memory(allocated_bytes=allocated_bytes, reserved_bytes=reserved_bytes, idle_bytes=idle_bytes)
 
 
 # ---- operations ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Needs:
 
     reserved_bytes: dict[str, int] = field(default_factory=dict)
     """The peak of a step, as the allocator has it."""
+    returned_bytes: dict[str, int] = field(default_factory=dict)
+    """What a system that was built gives back behind each turn, and takes again for the next."""
     build_s: dict[str, float] = field(default_factory=dict)
     """From the question to the answer, as long as it took alone or beside others."""
 

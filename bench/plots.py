@@ -96,7 +96,7 @@ def _times(results: Results) -> Values:
     for workload, title, ours, peer in report.best_of_both(results):
         dots: list[Values] = []
         on = results.measurements[workload]
-        for m in on.values():
+        for m in ({**on, peer.system: peer}).values():  # as it was beside the best of fxamp
             over = compare.ratio(m, peer, on) if m.precision in precisions[title] else None
             if over is not None and not compare.problem(m, on):
                 dots.append([m.family, round(over.median, 4), bool(compare.newer(m, results))])

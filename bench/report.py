@@ -386,7 +386,8 @@ def _workload(results: Results, workload: str) -> list[str]:
 
 def _against(m: Measurement, on: OnWorkload) -> float:
     """Time relative to the anchor's if there is one, for sorting."""
-    yardstick = on.get(ANCHOR) or next(x for x in on.values() if x.timing is not None)
+    timed = [x for x in on.values() if x.timing is not None]
+    yardstick = next((x for x in timed if x.system == ANCHOR), timed[0])
     ratio = compare.ratio(m, on.beside(m).get(yardstick.system, yardstick), on)
     return float("inf") if ratio is None else ratio.median
 

@@ -441,6 +441,23 @@ def test_a_region_that_a_part_cannot_tell_is_an_error():
         model(torch.randn(2, 8))
 
 
+def test_a_change_comes_into_effect_behind_a_step_that_somebody_compiles():
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4)
+    amp = switching("bf16", "fp32")
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    amp.attach(optimizer)
+    run, step = torch.compile(model, backend=amp), torch.compile(optimizer.step, backend="eager")
+    found: list[str] = []
+    for precision in ("fp32", "bf16", "fp32", "fp32"):
+        loss = run(torch.ones(2, 4)).sum()
+        amp.set_precision(precision)
+        found.append(amp.precisions["model"])
+        loss.backward()
+        step()
+    assert found == ["bf16", "fp32", "bf16", "fp32"]
+
+
 # ---- the scale -------------------------------------------------------------------------------------------------------------
 def test_only_what_computes_in_fp16_moves_the_scale():
     model, (x,) = mlp(4, 4), (torch.randn(2, 4),)

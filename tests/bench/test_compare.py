@@ -64,6 +64,15 @@ def test_without_an_anchor_rows_of_different_runs_meet_in_a_peer():
     assert found is not None
     assert (found.median, found.low) == (0.25, 0.25)  # 5 / 10 over 40 / 20
     assert compare.ratio(one, other, on(*ours, one, other)) is None
+    # Another peer says 5 / 20 over 40 / 20; between the two lies their median.
+    names = [(*x.timing.together, "c") for x in (one, other) if x.timing]
+    runs = (run("r1"), run("r2"))
+    more = [measurement("c", (20.0,) * 3, together=n, anchor_ms=(), run=r) for n, r in zip(names, runs, strict=True)]
+    one = measurement("fxamp-fp16", (5.0,) * 3, together=names[0], anchor_ms=(), run=run("r1"))
+    other = measurement("b", (40.0,) * 3, together=names[1], anchor_ms=(), run=run("r2"))
+    found = compare.ratio(one, other, on(*peers, one, other, *more))
+    assert found is not None
+    assert found.median == (0.25 + 0.125) / 2
     found = compare.ratio(one, peers[1], rows)  # the peer itself, of another run
     assert found is not None
     assert found.median == 0.5
@@ -140,6 +149,25 @@ def test_the_best_peer_is_as_it_was_beside_the_row(later_ms, is_later):
     slower = measurement("peer", (9.0,) * 3, run=run("r2"), together=(ANCHOR, "peer", "other"))
     later = measurement("other", (later_ms,) * 3, run=run("r2"), together=(ANCHOR, "peer", "other"))
     assert compare.best_peer(ours, on(ours, beside, slower, later)) is (later if is_later else beside)
+
+
+def test_a_peer_that_does_not_train_is_no_peer_for_memory_either():
+    """Eager fp32, which says so, replays no graphs."""
+    ours = measurement("fxamp-bf16")
+    flat = measurement("flat", (1.0,) * 3, facts=facts(losses=(5.0,) * 8))
+    launches = facts().launches
+    assert launches is not None
+    eager = facts(launches=replace(launches, num_graph_launches=0))
+    good, reference = measurement("good"), measurement(REFERENCE, precision="fp32", facts=eager)
+    assert compare.memory_peer(ours, on(ours, flat, good, reference)) is good
+    assert compare.memory_peer(ours, on(ours, flat, reference)) is None
+
+
+def test_a_row_that_was_replaced_is_nobodys_last():
+    first, failed = measurement("peer", run=run("r1")), measurement("peer", None, status="error", reason="no", facts=None)
+    ours = measurement("fxamp-bf16", run=run("r2"))
+    assert compare.best_peer(ours, on(first, failed, ours)) is None
+    assert compare.memory_peer(ours, on(first, failed, ours)) is None
 
 
 @pytest.mark.parametrize(("step_ms", "loses"), [(10.3, True), (10.1, False), (8.0, False)])

@@ -67,7 +67,17 @@ class Pretended:
         assert timeout_s > 0
         self.world.log.append((self.name, method))
         self.world.timeouts_s[self.name, method] = timeout_s
+        reply = self.reply(method, *arguments)
+        if reply.status == "error":  # as with a real one
+            self.stop()
+        return reply
+
+    def reply(self, method: str, *arguments: Any) -> Reply:
+        if method == "time" and self.name not in self.world.built:
+            return Reply(status="error", reason="nothing was built")
         if (self.name, method) in self.world.planted:
+            if method == "build":
+                self.world.built.add(self.name)
             return self.world.planted[self.name, method]()
         if method == "time" and self.world.free_gib is not None:
             more_gib = self.world.need_gib - self.world.idle_gib.get(self.name, self.world.need_gib)
@@ -116,7 +126,10 @@ class Pretended:
         self.world.built.add(self.name)
         self.world.num_together[self.name] = num_parallel_builds
         reserved = int(self.world.need_gib * GIB)
-        memory = None if self.world.free_gib is None else Memory(allocated_bytes=reserved, reserved_bytes=reserved)
+        memory = None
+        if self.world.free_gib is not None:
+            idle = int(self.world.idle_gib.get(self.name, self.world.need_gib) * GIB)
+            memory = Memory(allocated_bytes=reserved, reserved_bytes=reserved, idle_bytes=idle)
         return facts(rough_step_ms=50.0, memory=memory, num_parallel_builds=num_parallel_builds, launches=None)
 
     def time(self, num_steps: int) -> float:
@@ -468,7 +481,10 @@ def test_what_was_given_back_between_turns_is_needed_again(config):
     timings = [row.timing for row in go(gpu, world).values()]
     assert [len(t.anchor_ratios) for t in timings if t] == [4, 4, 4, 4]
     assert sorted(len(t.together) for t in timings if t) == [2, 3, 3, 3]
-    assert world.order("build").count(ANCHOR) == 1
+    assert world.order("build").count(ANCHOR) == 1  # it was never short of memory
+    # Who gives nothing back takes nothing again.
+    found = go(replace(gpu, is_fresh=True), World(free_gib=8.9, need_gib=2.0))
+    assert {row.timing.together for row in found.values() if row.timing} == {NAMES}
 
 
 def test_an_anchor_that_runs_out_of_memory_in_a_turn_goes_on_with_less_company(config):
@@ -480,6 +496,16 @@ def test_an_anchor_that_runs_out_of_memory_in_a_turn_goes_on_with_less_company(c
     timings = [row.timing for row in found.values()]
     assert [len(t.anchor_ratios) for t in timings if t] == [4, 4, 4, 4]
     assert {t.together for t in timings if t} == {(ANCHOR, name) for name in NAMES[1:]}
+
+
+def test_who_leaves_no_memory_for_the_anchor_even_alone_says_so(config):
+    world = World(free_gib=10.0)
+    full, ok = Reply(status="error", reason="out of memory", is_out_of_memory=True), Reply(status="ok", value=10.0)
+    world.planted[ANCHOR, "time"] = lambda: full if "fp32-compile" in world.built else ok
+    found = go(replace(config, device_type="cuda"), world)
+    assert found["fp32-compile"].reason == f"{ANCHOR} beside it: out of memory"
+    timings = [found[name].timing for name in NAMES if name != "fp32-compile"]
+    assert [len(t.anchor_ratios) for t in timings if t] == [4, 4, 4]
 
 
 def test_who_tunes_kernels_is_built_alone_and_last(config):
