@@ -73,7 +73,7 @@ def _is_plain(tensors: list[Tensor]) -> bool:
 
 def numbers_of(x: Tensor) -> Tensor:
     """The real numbers that a tensor, sparse or complex, stores."""
-    x = x.coalesce().values() if x.is_sparse else x
+    x = (x.coalesce().values() if x.is_sparse else x).resolve_conj().resolve_neg()
     return torch.view_as_real(x) if x.is_complex() else x
 
 

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fxamp import ops
+from fxamp.run.scaler import _any_not_finite
 from tests.programs import relative_error
 
 LOW: Final = (torch.bfloat16, torch.float16)
@@ -153,3 +154,70 @@ def test_the_largest_of_each_gradient_with_all_that_is_not_finite():
     assert found.tolist()[:3] == [3.0, 3.0, 0.0]
     assert math.isnan(found[3])
     assert found[4:].tolist() == [math.inf, torch.finfo(torch.float32).max, 0.0]
+
+
+UNCHECKED = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch 2.11 warns of its own operations
+
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "fp32": lambda: torch.randn(3, 4),
+    "fp16": lambda: torch.randn(3, 4).half(),
+    "bf16": lambda: torch.randn(5).bfloat16(),
+    "fp64": lambda: torch.randn(3, 4).double(),
+    "one number": lambda: torch.randn(()),
+    "no number": lambda: torch.randn(0, 4),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 4).expand(3, 4),
+    "strided": lambda: torch.randn(6, 4)[::2],
+    "complex": lambda: torch.randn(3, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "sparse": lambda: torch.sparse_coo_tensor(torch.tensor([[0, 2, 2]]), torch.randn(3, 4), (5, 4), check_invariants=True),
+}
+
+
+def with_a(value: float, gradient: Tensor) -> Tensor:
+    """A gradient with a number in it that is not as the others, if it has any."""
+    numbers = gradient._values() if gradient.is_sparse else gradient
+    if numbers.numel():
+        numbers[(-1,) * numbers.ndim] = value
+    return gradient
+
+
+def magnitudes(gradient: Tensor) -> Tensor:
+    dense = (gradient.to_dense() if gradient.is_sparse else gradient).resolve_conj().resolve_neg()
+    numbers = (torch.view_as_real(dense) if dense.is_complex() else dense).double().abs().flatten()
+    return torch.cat([numbers, torch.zeros(1, dtype=torch.float64)])
+
+
+@UNCHECKED
+@pytest.mark.parametrize("value", [3.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("other", ["fp32", "fp16", "fp64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_of_gradients_of_every_kind(kind: str, other: str, value: float):
+    """Alone, beside one of another kind, and wherever they go."""
+    torch.manual_seed(0)
+    gradients = [KINDS[other](), with_a(value, KINDS[kind]()), KINDS[other]()]
+    for slots, num_slots in (([0, 1, 2], 3), ([0, 1, 2], 5), ([2, 0, 1], 3), ([0, 0, 1], 2), ([1, 2, 3], 4)):
+        for some in (slice(0, 3), slice(1, 2)):
+            want = torch.zeros(num_slots, dtype=torch.float64)
+            for x, slot in zip(gradients[some], slots[some], strict=True):
+                want[slot] = torch.maximum(want[slot], magnitudes(x).max())
+            found = ops.LARGEST(gradients[some], slots[some], num_slots)
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@UNCHECKED
+@pytest.mark.parametrize("value", [3.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_every_kind_are_looked_at_and_left_as_they_are(kind: str, value: float):
+    torch.manual_seed(0)
+    gradients, device, one = [KINDS["fp32"](), with_a(value, KINDS[kind]())], torch.device("cpu"), torch.ones(())
+    before = [(magnitudes(x).clone(), x._version) for x in gradients]
+    found = _any_not_finite(gradients, device, one)
+    assert found is not None
+    assert float(found) == float(any(not magnitudes(x).isfinite().all() for x in gradients))
+    for x, (numbers, version) in zip(gradients, before, strict=True):
+        torch.testing.assert_close(magnitudes(x), numbers, rtol=0, atol=0, equal_nan=True)
+        assert x._version == version

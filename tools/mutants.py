@@ -561,6 +561,36 @@ MUTANTS: Final = (
         ("compiled steps: closures", "begin = untraced(self._begin)", "begin = self._begin"),
     ),
     *_each(
+        "fxamp/ops.py",
+        ("tests/test_ops.py",),
+        ("largest: without numbers", "is_one_call and all(map(Tensor.numel, tensors))", "is_one_call"),
+        ("largest: several kinds", "is_one_call = not others and", "is_one_call ="),
+        ("largest: any format", " and dtype in (torch.float32, torch.float16, torch.bfloat16)", ""),
+        ("largest: any slots", "if slots == [*range(len(slots))] and ", "if "),
+    ),
+    *_each(
+        "fxamp/run/scaler.py",
+        ("tests/test_ops.py",),
+        ("not finite: complex", " and not gradient.is_complex() and", " and"),
+        ("not finite: overlaps", " or not gradient.is_contiguous():", ":"),
+    ),
+    *_each(
+        "fxamp/run/scaler.py",
+        ("tests/test_variants.py",),
+        ("resumed: answers on their way", "        self._at_floor.load_state_dict(at_floor)\n", ""),
+        ("resumed: what is known of the floor", """        self._num_at_floor = float(at_floor["known"])\n""", ""),
+    ),
+    *_each(
+        "fxamp/run/loss_scale.py",
+        ("tests/test_variants.py",),
+        ("resumed: updates at the floor", """        self.num_at_floor.fill_(state.get("num_at_floor", 0))""", "        pass"),
+    ),
+    *_each(
+        "fxamp/backend.py",
+        ("tests/test_variants.py",),
+        ("resumed: the precision", "            self._precisions.force(precision)\n", "            pass\n"),
+    ),
+    *_each(
         "fxamp/run/agreement.py",
         ("tests/run/test_data_parallel.py",),
         ("ranks: answers from before", " or self._mailbox.is_outdated", ""),

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
+class _Running:
+    """The outermost call of `step` that runs; left behind by one that raised. A frame knows its optimizer: only a hook of that
+    holds this one, a circle that can be collected."""
+
+    step: FrameType | None = None
+
+
+@dataclass(kw_only=True)
 class Attachment:
     """The hooks on one optimizer."""
 
@@ -35,8 +43,7 @@ class Attachment:
     scalers: tuple[weakref.ref[Scaler], ...] = ()
     """Those of all Amps that it is attached to: a step is left out if any of them says so, and all of them learn of it."""
     _skip: Skip | None = None
-    _step: FrameType | None = None
-    """The outermost call of `step` that runs; left behind by one that raised."""
+    _running: weakref.ref[_Running] | None = None
     num_skipped: Tensor | None = None
     """Steps left out, fp32 []; None before the first step."""
     _num_states: int | None = None
@@ -54,7 +61,10 @@ class Attachment:
     def hooked(optimizer: Optimizer, wish: str) -> Attachment:
         """A new one, with its hooks. Raises: as `skipping.choose`."""
         made = Attachment(optimizer=weakref.ref(optimizer), wish=wish, route=skipping.choose(optimizer, wish))
-        optimizer.register_step_pre_hook(untraced(made.before))
+        before, running = untraced(made.before), _Running()
+        before.running = running  # pyright: ignore[reportFunctionMemberAccess]
+        made._running = weakref.ref(running)
+        optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(untraced(made.after))
         optimizer.zero_grad = _telling(optimizer, untraced(made.dropped))
         return made
@@ -72,10 +82,13 @@ class Attachment:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Step pre-hook. A closure makes the gradients within the step: there the flags are read behind it."""
-        caller = _caller()
-        if self._step is not None and _is_running(self._step, caller):
+        caller, running = _caller(), self._calls()
+        if running.step is not None and _is_running(running.step, caller):
             return None  # a subclass's step, which runs hooks of its own, has called its parent's
-        self._step = caller
+        running.step = caller
+        if self._skip is not None:  # left behind by a step that raised
+            self._skip.abandon()
+            self._skip = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._begin(optimizer)
@@ -92,8 +105,13 @@ class Attachment:
             return args, {**kwargs, "closure": evaluated}
         return (args[0], evaluated, *args[2:]), kwargs
 
+    def _calls(self) -> _Running:
+        running = None if self._running is None else self._running()
+        assert running is not None  # a hook that holds it has called
+        return running
+
     def _begin(self, optimizer: Optimizer) -> None:
-        if self._skip is None and hasattr(optimizer, "found_inf"):  # not left behind by a step of ours that raised
+        if hasattr(optimizer, "found_inf"):
             raise errors.CannotSkip(
                 f"a GradScaler steps this {type(optimizer).__name__}, whose gradients fxamp has already unscaled",
                 way_out="Leave the GradScaler out: loss.backward(); optimizer.step()",
@@ -118,9 +136,10 @@ class Attachment:
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Step post-hook."""
-        if _caller() is not self._step:
+        running = self._calls()
+        if _caller() is not running.step:
             return
-        self._step = None
+        running.step = None
         skip, self._skip = self._skip, None
         if skip is None:
             return

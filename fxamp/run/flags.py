@@ -123,7 +123,7 @@ class Flags:
         owners = [id(next(rest)) if is_parameter else None for is_parameter in graph.are_parameters]
         span = self._room_for([*owners, None], (*graph.names, "inputs that share memory"))
         if graph.regions:
-            self._regions[span] = _on(self._store.device, torch.tensor([*graph.regions, 0]))
+            self._regions[span] = _uploaded(self._store.device, torch.tensor([*graph.regions, 0]))
         if graph.watched:
             self.watch.reserve(graph.index, graph.watched)
         probe = torch.zeros(sum(graph.parts), device=self._store.device, requires_grad=True)
@@ -310,12 +310,12 @@ class Flags:
         if self._is_stale and not recorder.is_recording():
             self._is_stale = False  # first: the garbage collector may release slots at any time
             for others, mask in self._masks.items():
-                mask.copy_(_on(self.device, self._belong(others)))
+                mask.copy_(_uploaded(self.device, self._belong(others)))
         found = self._masks.get(wanted)
         if found is None:
             if recorder.is_recording():
                 raise RuntimeError("a step is recorded whose flags are not settled")
-            found = self._masks[wanted] = _on(self.device, self._belong(wanted))
+            found = self._masks[wanted] = _uploaded(self.device, self._belong(wanted))
         return found
 
     def _belong(self, owners: Collection[int]) -> Tensor:
@@ -331,7 +331,7 @@ def _call(flags: weakref.ref[Flags], method: Callable[..., None], *args: Any) ->
         method(known, *args)
 
 
-def _on(device: torch.device, values: Tensor) -> Tensor:
+def _uploaded(device: torch.device, values: Tensor) -> Tensor:
     """A copy there. From pinned memory the host need not wait for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 

@@ -646,15 +646,15 @@ def _rank() -> int | None:
 
 def _any_not_finite(gradients: Sequence[Tensor], device: torch.device, one: Tensor) -> Tensor | None:
     """fp32 [], 1 if a gradient holds an inf or a NaN, else 0; None: there is no gradient. One call a device, GradScaler's,
-    which multiplies by `one`, fp32 [], in place: through `data`, for a gradient may be saved for somebody's backward; and not
-    through what is expanded."""
+    which multiplies by `one`, fp32 [], in place. PyTorch counts that as no write: a gradient may be saved for somebody's
+    backward. What is expanded is not written."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         numbers = gradient
-        is_plain = type(gradient) is Tensor and gradient.layout == torch.strided and not gradient.is_complex()
-        if not (is_plain and gradient.is_contiguous()):
-            numbers = _numbers_in_place(gradient)
-        by_device.setdefault(numbers.device, []).append(numbers.data)
+        is_real = gradient.layout == torch.strided and not gradient.is_complex() and not gradient.is_neg()
+        if type(gradient) is not Tensor or not is_real or not gradient.is_contiguous():
+            numbers = _numbers_here(gradient)
+        by_device.setdefault(numbers.device, []).append(numbers)
     found = list[Tensor]()
     for place, together in by_device.items():
         flag = torch.zeros((), device=place)
@@ -663,8 +663,8 @@ def _any_not_finite(gradients: Sequence[Tensor], device: torch.device, one: Tens
     return functools.reduce(torch.maximum, found) if found else None
 
 
-def _numbers_in_place(gradient: Tensor) -> Tensor:
-    """The real numbers that one holds here, each once; a copy where several places of it are one."""
+def _numbers_here(gradient: Tensor) -> Tensor:
+    """The real numbers that one holds, of a DTensor those on this rank; a copy where several places of it are one."""
     numbers = ops.numbers_of(gradient)
     numbers = numbers.to_local() if hasattr(numbers, "to_local") else numbers  # pyright: ignore[reportAttributeAccessIssue]
     overlaps = torch._debug_has_internal_overlap(numbers) == 1  # pyright: ignore[reportAttributeAccessIssue]

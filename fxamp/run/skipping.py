@@ -154,6 +154,12 @@ class Skip:
             for p, _ in self._hidden:
                 p.grad = None
 
+    def abandon(self) -> None:
+        """In place of `end`, for a step that has raised, as late as the next one: gradients that it hid, which overflowed, are
+        no longer anybody's, and parameters may have been written since."""
+        if self.route.name == "fused":
+            del self.optimizer.grad_scale, self.optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
+
     @property
     def was_left_out(self) -> bool:
         """Does the host know that nothing was stepped?"""
@@ -162,8 +168,7 @@ class Skip:
     @torch.no_grad()
     def end(self) -> None:
         """Puts back what the step was not to change."""
-        if self.route.name == "fused":
-            del self.optimizer.grad_scale, self.optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
+        self.abandon()
         is_bad = self.overflowed > 0
         for t, old in self._copies:
             t.copy_(torch.where(is_bad, old, t))

@@ -258,6 +258,58 @@ def test_an_amp_may_be_collected_while_an_optimizer_steps():
     assert p.tolist() == [-1.0, -1.0]
 
 
+@pytest.mark.parametrize("route", skipping.ROUTES)
+def test_a_step_that_overflows_and_raises_leaves_nothing_to_later_ones(route: str):
+    class Raising(optim.SGD):
+        raises = True
+
+        def step(self, closure: Any = None) -> Any:
+            if self.raises:
+                raise ValueError("no step")
+            return super().step(closure)
+
+    p = nn.Parameter(torch.ones(2))
+    optimizer = Raising([p], lr=0.5, fused=route == "fused")
+    amp = fxamp.Amp(precision="fp16")
+    amp.attach(optimizer, route=route)
+    p.grad = torch.full((2,), math.inf)
+    with pytest.raises(ValueError, match="no step"):
+        optimizer.step()
+    optimizer.raises = False
+    optimizer.zero_grad()
+    with torch.no_grad():
+        p.add_(1.0)
+    optimizer.step()  # nothing to step with
+    assert p.grad is None
+    assert p.tolist() == [2.0, 2.0]
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert p.tolist() == [1.5, 1.5]
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_an_optimizer_whose_step_has_raised_may_be_collected(is_compiled: bool):
+    """The frame that is left behind knows it, and the Amp goes on."""
+    torch._dynamo.reset()
+    amp, p = fxamp.Amp(precision="fp16"), nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([p], lr=1.0)
+    amp.attach(optimizer)
+
+    def fails() -> Tensor:
+        raise ValueError("no data")
+
+    step: Callable[..., Any] = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+    with pytest.raises(ValueError, match="no data"):
+        step(fails)
+    alive = weakref.ref(optimizer)
+    del optimizer, step
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+    assert amp.read_skipped_steps() == 0
+
+
 def test_sparse_gradients_are_waited_for():
     table = nn.Embedding(5, 3, sparse=True)
     optimizer = optim.SparseAdam(list(table.parameters()), lr=0.1)
