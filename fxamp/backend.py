@@ -551,10 +551,10 @@ class Amp:
         self._precisions.check(precision)
         if rest or self._scaler is not None:
             self._scaling.load_state_dict(rest.get("scaling", rest))
-        if precision:
-            self._precisions.force(precision)
         if "scheduler" in state:
             self._observer.load_state_dict(state["scheduler"])
+        if precision:  # last: the floor of a scale may have raised it above what a scheduler decided
+            self._precisions.force(precision)
 
     @property
     def _scaling(self) -> Scaler:

@@ -582,6 +582,19 @@ def test_a_run_that_is_resumed_hears_of_the_floor_as_the_uninterrupted_one(at: i
     assert json.dumps(again.state_dict()) == json.dumps(amp.state_dict())
 
 
+def test_what_the_floor_raised_outlasts_what_a_scheduler_had_decided():
+    amp, again = (
+        switching("fp16", "fp32", scheduler=fxamp.FixedSchedule({0: "fp16", 100: "fp32"}), scaling=fxamp.DynamicScale(init=1.0))
+        for _ in range(2)
+    )
+    amp._precisions.raise_all()
+    assert amp.precisions == {"model": "fp32"}
+    again.load_state_dict(json.loads(json.dumps(amp.state_dict())))
+    assert again.precisions == {"model": "fp32"}
+    again.observe(1.0)  # decides as before
+    assert again.precisions == {"model": "fp32"}
+
+
 def test_a_state_of_another_ladder_is_refused():
     state = switching("fp16", "fp32").state_dict()
     assert state["precision"] == {"model": "fp16"}
