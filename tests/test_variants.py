@@ -583,10 +583,8 @@ def test_a_run_that_is_resumed_hears_of_the_floor_as_the_uninterrupted_one(at: i
 
 
 def test_what_the_floor_raised_outlasts_what_a_scheduler_had_decided():
-    amp, again = (
-        switching("fp16", "fp32", scheduler=fxamp.FixedSchedule({0: "fp16", 100: "fp32"}), scaling=fxamp.DynamicScale(init=1.0))
-        for _ in range(2)
-    )
+    decided = fxamp.FixedSchedule({0: "fp16", 100: "fp32"})
+    amp, again = (switching("fp16", "fp32", scheduler=decided, scaling=fxamp.DynamicScale(init=1.0)) for _ in range(2))
     amp._precisions.raise_all()
     assert amp.precisions == {"model": "fp32"}
     again.load_state_dict(json.loads(json.dumps(amp.state_dict())))
