@@ -94,8 +94,9 @@ def test_a_step_left_out_changes_no_bit(name: str, route: str, bad: float):
         amp.attach(optimizer, route=route)
     except errors.CannotSkip:
         assert route == "fused"
-        assert "fused" not in name
+        assert not getattr(optimizer, "_step_supports_amp_scaling", False)  # as of fused Adagrad in PyTorch 2.11
         return
+    assert route != "fused" or "fused" in name
     twins, twin = made()  # takes the healthy steps only
     for step, factor in enumerate([bad, bad, 1.0, bad, 1.0, bad, bad, 1.0]):
         torch.manual_seed(step)
