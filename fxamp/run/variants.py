@@ -82,11 +82,14 @@ class Precisions:
         self._swap()
 
     def check(self, saved: Mapping[str, str]) -> None:
-        """Raises: UnknownOption for a precision off the ladder, or a region that does not exist."""
+        """Of a checkpoint. Raises: UnknownOption for a precision off the ladder, or a region that does not exist."""
         for name, precision in saved.items():
-            if name not in self._current:
-                raise errors.unknown("region", name, self._current)
-            self.structure.check(precision)
+            if name not in self._current or precision not in self.ladder:
+                raise errors.UnknownOption(
+                    f"the state is of a run with region {name!r} in {precision!r}, and here are the regions "
+                    f"{', '.join(self.regions)}, on the ladder {', '.join(self.ladder)}",
+                    way_out='Make the Amp with the ladder and regions of that run, or leave "precision" out of the state',
+                )
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
